@@ -1,0 +1,83 @@
+# make demo    run the main job on a small real model and real text, end to end
+# make test    run all tests
+# make sync    after editing notebooks: write modules, README.md and pyproject.toml from them
+# make venv    only set up .venv
+#
+# Each makes .venv first if there is none. Variables:
+#   PYTHON=python3.12     the interpreter to make .venv with (default: the first of python3, python3.11, ... that is 3.11 or later)
+#   PIP_ARGS="..."        handed to every pip install, e.g. --index-url of an index with CPU-only or CUDA builds of torch
+
+VENV := .venv
+STAMP := $(VENV)/installed
+BIN := $(VENV)/bin
+PYTHON ?=
+PIP_ARGS ?=
+
+# Threads that wait must not burn the cores that other processes need.
+export OMP_WAIT_POLICY := PASSIVE
+export GOMP_SPINCOUNT := 0
+# A kernel of this environment, not of a user's other one.
+export JUPYTER_PREFER_ENV_PATH := 1
+
+.PHONY: help demo test sync venv
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(STAMP)
+	@echo "== demo: prepare, stage I, stage II, baseline, evaluation, report"
+	@$(BIN)/anchor-nb demo
+
+test: $(STAMP)
+	@echo "== test 1/3: settings, notebooks, modules and README.md are in step"
+	@$(BIN)/python setup.py check
+	@echo "== test 2/3: the library notebooks run and their assertions hold"
+	@$(BIN)/nbdev-test --n_workers 2 --timing --do_print
+	@echo "== test 3/3: pytest"
+	@$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
+
+sync: $(STAMP)
+	@$(BIN)/python setup.py sync
+	@$(BIN)/nbdev-clean
+	@$(BIN)/nbdev-export
+	@$(BIN)/python setup.py readme
+
+venv: $(STAMP)
+
+$(STAMP): settings.ini setup.py constraints.txt
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh -eu -c "$$make_venv"
+	@echo "== installing torch, then anchor_nb with its pinned companions (some minutes, once)"
+	@$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) "$$(grep ^torch== constraints.txt)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev,demo]" -c constraints.txt
+	@touch $(STAMP)
+
+# Debian and Ubuntu ship Python without ensurepip unless python3-venv is installed. Then try, in this order:
+# virtualenv, a pip from outside the environment, apt-get where we may, and else say what to install.
+define make_venv
+if [ -x "$$VENV/bin/python" ]; then
+  "$$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$$VENV/bin/python" -m ensurepip >/dev/null 2>&1 && exit 0
+  echo "$$VENV has no pip: remove the folder and say make again" >&2; exit 1
+fi
+new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
+for candidate in $${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+  if "$$candidate" -c "$$new_enough" >/dev/null 2>&1; then python=$$candidate; break; fi
+done
+if [ -z "$${python:-}" ]; then
+  echo "anchor_nb needs Python 3.11 or later; $${PYTHON:-python3} is not. On Debian or Ubuntu: apt-get install python3 python3-venv; or say make PYTHON=/path/to/python3" >&2; exit 1
+fi
+version=$$("$$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+echo "== making $$VENV with $$python (Python $$version)"
+if "$$python" -c 'import ensurepip, venv' 2>/dev/null && "$$python" -m venv "$$VENV"; then exit 0; fi
+rm -rf "$$VENV"
+if "$$python" -m virtualenv --version >/dev/null 2>&1; then exec "$$python" -m virtualenv --quiet "$$VENV"; fi
+if "$$python" -m pip --version >/dev/null 2>&1 && "$$python" -c 'import venv' 2>/dev/null; then
+  "$$python" -m venv --without-pip "$$VENV" && "$$python" -m pip --python "$$VENV/bin/python" install --quiet pip && exit 0
+  rm -rf "$$VENV"
+fi
+if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "== this Python has no ensurepip: apt-get install python$$version-venv"
+  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "python$$version-venv" >/dev/null
+  exec "$$python" -m venv "$$VENV"
+fi
+echo "This Python cannot make virtual environments. Run: sudo apt-get install python$$version-venv, then the same make again." >&2; exit 1
+endef
+export make_venv
