@@ -291,7 +291,7 @@ def in_ledger(ledger: list,    # rows
 
 def evaluation_file(row: dict) -> str: # a row of the ledger
     "Name of the file with the per-query values behind a row."
-    parts = (row["label"], f"step{row['step']}", row["task"], f"q{row['queries']}", f"d{row['documents']}", f"seed{row['seed']}", f"len{int(row.get('max_length') or 0)}")
+    parts = (row["label"], f"step{row['step']}", row["task"], f"q{row['queries']}", f"d{row['documents']}", f"seed{row['seed']}", f"len{row.get('max_length', 0)}")
     return "-".join("".join(c if c.isalnum() else "_" for c in str(part)) for part in parts) + ".json"
 
 # %% ../nbs/12_evaluation.ipynb #775823c2

@@ -170,8 +170,9 @@ def comparable(ledger,                      # rows of a ledger, or a data frame 
     frame = frame[frame["metric"] == metric]
     frame = frame[(frame[cut] == frame.groupby("task")[cut].transform("last")).all(axis=1)]
     if "max_length" in frame:
+        frame = frame.assign(max_length=frame["max_length"].fillna(0).astype(int))
         latest = frame["max_length"].where(frame["max_length"] > 0).groupby(frame["task"]).transform("last")
-        frame = frame[(frame["max_length"] == latest) | ~(frame["max_length"] > 0)]
+        frame = frame[(frame["max_length"] == latest) | (frame["max_length"] == 0)]
     return frame.drop_duplicates(["label", "step", "task"], keep="last").reset_index(drop=True)
 
 # %% ../nbs/16_figures.ipynb #8153f74c

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LAYOUT_FILE', 'chat_parts', 'Layout', 'resolve_layout', 'check_eos', 'install_layout', 'Tokens', 'Formatter',
-           'format_texts', 'place_content', 'save_layout', 'load_layout', 'paper_instructions', 'load_instructions']
+           'format_texts', 'place_content', 'save_layout', 'load_layout', 'load_formatter', 'paper_instructions',
+           'load_instructions']
 
 # %% ../nbs/01_prompts.ipynb #2f6be8ef
 import json
@@ -144,6 +145,20 @@ def load_layout(folder, **changes): # -> a `Layout`, or None for a plain languag
     path = Path(folder)/LAYOUT_FILE
     if not path.is_file(): return None
     return replace(Layout(**json.loads(path.read_text(encoding="utf-8"))["layout"]), **changes)
+
+# %% ../nbs/01_prompts.ipynb #34b0095d
+def load_formatter(folder: str,      # model folder or hub id
+                   recipe=None,      # a training recipe; None: what is stored, or the defaults
+                  ) -> Formatter:
+    "The formatter that belongs to a model."
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stored = load_layout(folder)
+    if recipe is None: return Formatter(tokenizer, stored or resolve_layout(tokenizer))
+    wanted = dict(instruction_format=recipe.instruction_format, max_length=recipe.max_length, truncation=recipe.truncation)
+    if stored and recipe.template in ("auto", stored.template) and recipe.eos in ("", stored.eos):
+        return Formatter(tokenizer, load_layout(folder, **wanted))
+    return Formatter(tokenizer, resolve_layout(tokenizer, recipe.template, recipe.eos, **wanted))
 
 # %% ../nbs/01_prompts.ipynb #3b1fd7f8
 def paper_instructions() -> dict: # dataset -> list of instructions
