@@ -185,13 +185,14 @@ def rotate(items: list, turn: int, count: int) -> list: # `count` items, other o
 
 def examples(table,             # datasets.Dataset of the batch's dataset
              batch: Batch,
-             instructions: dict, # dataset -> instructions, see `prompts`
+             instructions,      # dataset -> instructions, see `prompts`; None: nobody gets one
              negatives: int = 0, # hard negatives of each example
              rank: int = 0, ranks: int = 1, # this process takes every `ranks`-th row, from `rank` on
             ) -> list:           # of `Example`
     "The examples of a batch that belong to one rank, in order."
-    own = instructions.get(batch.dataset, [""])
+    own = (instructions or {}).get(batch.dataset, [""])
+    choose = lambda row, number: "" if instructions is None else row["instruction"] or own[number % len(own)]
     rows = batch.rows[rank::ranks].tolist()
     return [Example(row["query"], *rotate(row["positives"], batch.epoch, 1), rotate(row["negatives"], batch.epoch, negatives),
-                    row["instruction"] or own[number % len(own)], row["document_instruction"])
+                    choose(row, number), row["document_instruction"])
             for number, row in zip(rows, table.select(rows))]

@@ -6,8 +6,8 @@
 __all__ = ['SYSTEMS', 'PAPER_NAMES', 'PAPER_MODELS', 'PAPER_SHADE', 'OTHERS', 'STARTS', 'PAIRS', 'PAGE', 'paper', 'system',
            'spread', 'smooth', 'stage1_losses', 'stage2_losses', 'throughput', 'comparable', 'finals', 'interval',
            'load_per_query', 'early_points', 'early_stage', 'stages_compared', 'comparison_table', 'difference',
-           'differences', 'read_manifests', 'duration', 'runs_table', 'data_table', 'can_show', 'cannot_show',
-           'report_html']
+           'differences', 'read_manifests', 'duration', 'run_facts', 'runs_table', 'data_table', 'can_show',
+           'cannot_show', 'report_html']
 
 # %% ../nbs/16_figures.ipynb #db42b234
 import json
@@ -340,7 +340,7 @@ def read_manifests(folder: Path, # folder of the pipeline
     for path in sorted(Path(folder).glob("*/run.json")):
         try: found[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error: raise ValueError(f"{path}: no JSON ({error}); remove the folder and run the stage again") from None
-    return dict(sorted(found.items(), key=lambda item: str(item[1].get("started", ""))))
+    return dict(sorted(found.items(), key=lambda item: str((item[1].get("starts") or [""])[0])))
 
 # %% ../nbs/16_figures.ipynb #cec47b31
 def duration(seconds) -> str: # 3725 -> "1 h 2 min"
@@ -350,23 +350,30 @@ def duration(seconds) -> str: # 3725 -> "1 h 2 min"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
-def runs_table(manifests: dict,    # label -> manifest
+# %% ../nbs/16_figures.ipynb #3b1d548c
+def run_facts(manifest: dict, # of one run; may lack anything
+              speed: list,    # rows of its speed.jsonl
+             ) -> dict:       # what -> text
+    "What a reader wants to know of a run."
+    recipe, versions, code, machine = (manifest.get(name) or {} for name in ("recipe", "versions", "code", "machine"))
+    peak, gpu_peak, parameters = (manifest.get(name) for name in ("peak_memory_bytes", "peak_gpu_memory_bytes", "parameters"))
+    facts = {"stage": manifest.get("stage"), "status": manifest.get("status"), "model": recipe.get("model"), "data": recipe.get("data"),
+        "parameters, trained": f"{parameters:,}, {manifest.get('trainable', 0):,}" if parameters else None,
+        **{name.replace("_", " "): recipe.get(name) for name in ("steps", "global_batch", "learning_rate", "max_length", "precision", "seed")},
+        "machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpus', '?')} CPU cores", "processes": manifest.get("world_size"),
+        "wall time": duration(manifest.get("wall_seconds")), "peak memory": f"{peak / 1e9:.1f} GB" if peak else None,
+        **({"peak GPU memory": f"{gpu_peak / 1e9:.1f} GB"} if gpu_peak else {}),
+        "tokens/s, median": f"{np.median([row['tokens'] / row['seconds'] for row in speed]):,.0f}" if speed else None,
+        "code": f"{code.get('version', '')} {code.get('commit', '')[:10]}{' with changes' if code.get('dirty') else ''}".strip(),
+        **{name: versions.get(name) for name in ("python", "torch", "transformers", "peft", "accelerate")}}
+    return {name: "–" if value in (None, "") else str(value) for name, value in facts.items()}
+
+def runs_table(manifests: dict,     # label -> manifest
                speeds: dict = None, # label -> rows of speed.jsonl
-              ):                   # -> DataFrame of text, a column a run
+              ):                    # -> DataFrame of text, a column a run
     "Recipe, machine, time and memory of each run."
     import pandas as pd
-    def column(label, manifest):
-        recipe, versions, speed = manifest.get("recipe", {}), manifest.get("versions", {}), (speeds or {}).get(label) or []
-        code, gpus, peak = manifest.get("code") or {}, manifest.get("gpus") or [], manifest.get("peak_memory_bytes")
-        facts = {"stage": manifest.get("stage"), "status": manifest.get("status"), "model": recipe.get("model"), "data": recipe.get("data"),
-            **{name.replace("_", " "): recipe.get(name) for name in ("steps", "global_batch", "learning_rate", "max_length", "precision", "seed")},
-            "machine": ", ".join(gpus) or f"{manifest.get('cpus', '?')} CPU cores", "processes": manifest.get("world_size"),
-            "wall time": duration(manifest.get("wall_seconds")), "peak memory": f"{peak / 1e9:.1f} GB" if peak else None,
-            "tokens/s, median": f"{np.median([row['tokens'] / row['seconds'] for row in speed]):,.0f}" if speed else None,
-            "code": " ".join(str(part) for part in code.values()) if isinstance(code, dict) else code,
-            **{name: versions.get(name) for name in ("python", "torch", "transformers", "peft", "accelerate")}}
-        return {name: "–" if value in (None, "") else str(value) for name, value in facts.items()}
-    return pd.DataFrame({label: column(label, manifest) for label, manifest in manifests.items()})
+    return pd.DataFrame({label: run_facts(manifest, (speeds or {}).get(label) or []) for label, manifest in manifests.items()}).fillna("–")
 
 # %% ../nbs/16_figures.ipynb #1abe1ab0
 def data_table(manifests: dict): # label -> manifest; -> DataFrame, a row a file

@@ -166,9 +166,9 @@ def paper_instructions() -> dict: # dataset -> list of instructions
     return json.loads((files("anchor_nb")/"paper.json").read_text(encoding="utf-8"))["table6_training_instructions"]
 
 def load_instructions(source: str, # paper, none, or a YAML file of name: instruction(s)
-                     ) -> dict:   # dataset -> list of instructions
+                     ):           # -> dataset: list of instructions; None: no instructions at all
     "The instructions of every dataset; ValueError when the file is none of the three."
-    if source in ("paper", "none"): return paper_instructions() if source == "paper" else {}
+    if source in ("paper", "none"): return paper_instructions() if source == "paper" else None
     import yaml
     if not Path(source).is_file(): raise ValueError(f"instructions={source!r} is neither paper nor none nor a file")
     table = yaml.safe_load(Path(source).read_text(encoding="utf-8"))

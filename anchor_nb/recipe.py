@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'setting', 'coerce', 'Recipe', 'Training', 'Stage1', 'Stage2', 'Prepare', 'Evaluate', 'Report',
-           'preset_folder', 'presets', 'preset', 'check_names', 'default', 'parameters_cell', 'from_parameters',
-           'as_dict', 'as_yaml']
+           'preset_folder', 'presets', 'preset', 'check_names', 'default', 'parameters_cell', 'write_parameters',
+           'from_parameters', 'as_dict', 'as_yaml']
 
 # %% ../nbs/00_recipe.ipynb #56ac48ab
 from dataclasses import dataclass, field, fields, asdict, MISSING
@@ -66,7 +66,7 @@ class Training(Recipe):
     data: str = setting("", "folder of JSONL files, one file, a parquet file or a datasets id", "E5 data as the authors prepared it")
     out: str = setting("", "run folder: manifest, metrics, checkpoints, model")
     ratios: dict = setting({}, "sampling weight by dataset name; missing ones count 1", "authors: ratios are already applied in their files")
-    instructions: str = setting("paper", "paper (table 6 by dataset name), none, or a YAML file of name: instruction", "table 6")
+    instructions: str = setting("paper", "paper (a row's own, else table 6 by dataset), none, or a YAML file of dataset: instruction", "table 6")
     instruction_format: str = setting("{instruction}; {text}", "how an instruction and a query are joined", "authors' training code; their evaluation joined with a colon")
     template: str = setting("auto", "auto (the checkpoint's, else the tokenizer's chat template if any), chat or plain", "authors: a user turn without system turn", ("auto", "chat", "plain"))
     eos: str = setting("", "the [EOS] token; empty: what closes the template, else the tokenizer's", "authors: <|eot_id|> for Llama 3, <|endoftext|> for Qwen2.5")
@@ -151,6 +151,7 @@ class Evaluate(Recipe):
     queries: int = setting(0, "queries kept of each set; 0: all", "ours: for small machines")
     documents: int = setting(0, "documents kept of each set; 0: all", "ours: for small machines")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512")
+    instructions: str = setting("task", "task: queries carry their task's instruction; none: nothing does", "paper: table 13", ("task", "none"))
     bm25: bool = setting(True, "score BM25 as a yardstick", "ours")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2")
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", "ours: changes nothing but speed and memory")
@@ -212,6 +213,20 @@ def parameters_cell(cls: type, # a recipe
     smoke = preset("smoke", cls.__name__.lower())
     line = lambda f: f"{f.name}: {f.type.__name__} = {coerce(f.name, smoke.get(f.name, default(f)), f.type)!r}  # {f.metadata['help']}"
     return "\n".join(line(f) for f in fields(cls))
+
+# %% ../nbs/00_recipe.ipynb #9f8f7745
+def write_parameters(notebook: Path, # a stage notebook, named after its recipe
+                    ) -> bool:       # did it change?
+    "Regenerate the cell tagged `parameters` from the recipe; ValueError when there is not exactly one."
+    import json
+    content = json.loads(Path(notebook).read_text(encoding="utf-8"))
+    tagged = [cell for cell in content["cells"] if "parameters" in cell["metadata"].get("tags", [])]
+    if len(tagged) != 1: raise ValueError(f"{notebook} has {len(tagged)} cells tagged parameters; it needs one")
+    source = parameters_cell(RECIPES[Path(notebook).stem]).splitlines(keepends=True)
+    changed = tagged[0]["source"] != source
+    tagged[0]["source"] = source
+    if changed: Path(notebook).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return changed
 
 # %% ../nbs/00_recipe.ipynb #bc0ea88c
 def from_parameters(cls: type,       # a recipe

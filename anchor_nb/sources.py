@@ -6,8 +6,8 @@
 __all__ = ['PACKAGES', 'DIGITS', 'TRADES', 'HOMES', 'ANIMALS', 'PASTIMES', 'DAYS', 'QUESTIONS', 'SENTENCES', 'cache_dir',
            'new_folder', 'sha256', 'FetchError', 'Package', 'apt_get', 'client_commands', 'run_client', 'fetch_package',
            'deb_content', 'read_member', 'index_files', 'fetch_debian_index', 'Item', 'collapse', 'wiki_items',
-           'dictd_number', 'clean_foldoc', 'foldoc_items', 'synset', 'wordnet_items', 'stanzas', 'debian_items', 'pick',
-           'toy_item', 'toy_items']
+           'dictd_number', 'clean_foldoc', 'foldoc_items', 'synset', 'wordnet_items', 'stanzas', 'debian_items',
+           'sts_rows', 'sentiment_rows', 'pick', 'toy_item', 'toy_items']
 
 # %% ../nbs/02a_sources.ipynb #a68438fa
 import gzip
@@ -79,7 +79,12 @@ PACKAGES = {
     "wordnet": Package("apt", "wordnet-base", "1:3.0-37", "wordnet-base_3.0-37_all.deb",
                        "61060d960f9ada8fa120872312eccd3ecebfbab8c4579e4f5a74e1cf67620752"),
     "foldoc": Package("apt", "dict-foldoc", "20230119-1", "dict-foldoc_20230119-1_all.deb",
-                      "745cbedb55c2da609cc88ee0284e9d11a67a11ae3709daf7bad0e895ac3294c3")}
+                      "745cbedb55c2da609cc88ee0284e9d11a67a11ae3709daf7bad0e895ac3294c3"),
+    "sts": Package("pip", "gensim", "4.4.0", "gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl",
+                   "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
+                   ("--python-version", "3.11", "--implementation", "cp", "--platform", "manylinux_2_28_x86_64")),
+    "sentiment": Package("npm", "sentiment", "5.0.2", "sentiment-5.0.2.tgz",
+                         "89302eb03d2005d03b214fe65814bb48adb7d3c42c8ca80bdee6a3ecb7e4480f")}
 
 # %% ../nbs/02a_sources.ipynb #6d0bd44e
 def apt_get(*arguments: str) -> list[str]:  # what to add to the command
@@ -290,6 +295,23 @@ def debian_items(folder: Path) -> list[Item]:
             if source not in chosen or name == source:
                 chosen[source] = Item(source, collapse(synopsis), text, package.get("Section", "").split("/")[-1])
     return list(chosen.values())
+
+# %% ../nbs/02a_sources.ipynb #3f0c9969
+def sts_rows(archive: Path) -> dict[str, list[dict]]:
+    "Pairs and their mean human score: simlex and wordsim (0 to 10), lee (0 to 1)."
+    def lines(name): return read_member(archive, f"gensim/test/test_data/{name}").decode("latin-1").splitlines()
+    def row(a, b, score): return {"sentence1": collapse(a), "sentence2": collapse(b), "score": float(score)}
+    texts, scores = lines("lee.cor"), [line.split() for line in lines("similarities0-1.txt")]
+    words = {name: [row(*line.split("\t")[:3]) for line in lines(file) if line.strip() and not line.startswith("#")]
+             for name, file in (("simlex", "simlex999.txt"), ("wordsim", "wordsim353.tsv"))}
+    return words | {"lee": [row(texts[i], texts[j], scores[i][j]) for i in range(len(texts)) for j in range(i + 1, len(texts))]}
+
+
+def sentiment_rows(archive: Path) -> dict[str, list[dict]]:
+    "Review sentences and their label, 0 bad and 1 good: amazon, imdb, yelp."
+    sets = {name: json.loads(read_member(archive, f"package/test/fixtures/{name}.json")) for name in ("amazon", "imdb", "yelp")}
+    return {name: [{"text": collapse(row["text"]), "label": row["class"]} for row in rows if row.get("class") in (0, 1) and row["text"].strip()]
+            for name, rows in sets.items()}
 
 # %% ../nbs/02a_sources.ipynb #e095945e
 def pick(key: str,   # what the number is for, seed included

@@ -235,3 +235,11 @@ def test_smollm2():
     assert "Paris" in tokenizer.decode(model.generate(**words, max_new_tokens=3, do_sample=False)[0])
     assert (Path(folder) / "LICENSE").read_text().strip().startswith("Apache License")
     assert not list(Path(folder).glob("*.gguf"))
+
+
+@pytest.mark.registry
+def test_labelled_sets(tmp_path):
+    for name, counts in {"sts": STSCOUNTS, "sentiment": SENTCOUNTS}.items():
+        folder = corpora.build_labelled(name, tmp_path)
+        assert json.loads((folder / "manifest.json").read_text())["counts"] == counts
+        assert {p.name for p in folder.iterdir()} == {"manifest.json", "LICENSE.md"} | {f"{part}.jsonl" for part in counts}
