@@ -10,6 +10,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'anchor_nb.backbone.load_backbone': ('backbone.html#load_backbone', 'anchor_nb/backbone.py'),
                                     'anchor_nb.backbone.merge_adapters': ('backbone.html#merge_adapters', 'anchor_nb/backbone.py'),
                                     'anchor_nb.backbone.packed_sdpa': ('backbone.html#packed_sdpa', 'anchor_nb/backbone.py'),
+                                    'anchor_nb.backbone.quiet_bars': ('backbone.html#quiet_bars', 'anchor_nb/backbone.py'),
                                     'anchor_nb.backbone.refuse_unsupported': ('backbone.html#refuse_unsupported', 'anchor_nb/backbone.py'),
                                     'anchor_nb.backbone.register_attention': ('backbone.html#register_attention', 'anchor_nb/backbone.py'),
                                     'anchor_nb.backbone.row_mask': ('backbone.html#row_mask', 'anchor_nb/backbone.py'),

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['packed_sdpa', 'row_mask', 'is_causal', 'refuse_unsupported', 'register_attention', 'run_packed', 'choose_attention',
-           'weight_dtype', 'wants_autocast', 'load_backbone', 'check_head', 'add_lora', 'language_model', 'trunk_of',
-           'attach_adapter', 'merge_adapters']
+           'weight_dtype', 'wants_autocast', 'quiet_bars', 'load_backbone', 'check_head', 'add_lora', 'language_model',
+           'trunk_of', 'attach_adapter', 'merge_adapters']
 
 # %% ../nbs/05_backbone.ipynb #0c162cec
 import torch
@@ -88,6 +88,13 @@ def wants_autocast(precision: str = "auto") -> bool:
     return precision == "bf16" or precision == "auto" and torch.cuda.is_available()
 
 # %% ../nbs/05_backbone.ipynb #0b9d0c0c
+def quiet_bars():
+    "Away from a terminal, keep transformers from drawing a bar for every file it reads or writes."
+    import sys
+    from transformers.utils import logging
+    if not sys.stderr.isatty(): logging.disable_progress_bar()
+
+# %% ../nbs/05_backbone.ipynb #16cccf3a
 def load_backbone(folder: str,                 # folder or hub id
                   attention: str = "auto",     # see `choose_attention`
                   precision: str = "auto",     # see `weight_dtype`
@@ -99,6 +106,7 @@ def load_backbone(folder: str,                 # folder or hub id
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         raise ValueError(f"{folder}: {', '.join(names) or 'this model'} is no causal language model with a head; stage I needs one, such as LlamaForCausalLM")
     register_attention()
+    quiet_bars()
     model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(precision), attn_implementation=choose_attention(attention), output_loading_info=True)
     if missing := sorted(report["missing_keys"]): raise ValueError(f"{folder} lacks weights for {', '.join(missing[:3])}; it is no complete causal language model")
     model.config.use_cache = False

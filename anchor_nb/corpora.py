@@ -362,10 +362,10 @@ def cached_model(name: str) -> str:  # one of `BUILT_MODELS`
 def resolve_model(name: str) -> str:  # short name, folder or hub id -> folder or hub id
     "What `from_pretrained` takes for a model that a user named."
     names = ", ".join(dict.fromkeys([*MODELS, *BUILT_MODELS]))
-    if Path(name).expanduser().is_dir(): return str(Path(name).expanduser())
+    if name and Path(name).expanduser().is_dir(): return str(Path(name).expanduser())
     if name in BUILT_MODELS and not (name in MODELS and (hub_configured() or in_hub_cache(MODELS[name]))): return cached_model(name)
     if name in MODELS: return MODELS[name]
-    if not name or name[0] in "./~\\" or name.count("/") > 1 or os.sep * 2 in name or name.endswith("/"):
+    if not name or name[0] in "./~\\" or name.count("/") > 1 or name.endswith("/") or "/" in name and Path(name).parent.is_dir():
         raise FileNotFoundError(f"There is no model folder {name!r}. Short names are {names}; a hub id looks like owner/model")
     near = difflib.get_close_matches(name, names.split(", "), n=1, cutoff=0.8)
     if near: raise ValueError(f"There is no model {name!r}; did you mean {near[0]!r}? Short names are {names}")

@@ -19,6 +19,7 @@ def setting(default,          # the value when nothing is said
             choices: tuple = (), # the only values allowed, if there are few
            ):                 # -> a dataclass field
     "A dataclass field that knows what it means and where its default comes from."
+    assert "=" not in help, "papermill cannot read a comment with an equals sign"
     metadata = dict(help=help, source=source, choices=choices)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -101,9 +102,9 @@ class Stage1(Training):
     learning_rate: float = setting(4e-5, "peak learning rate of AdamW", "paper: 4e-5")
     alpha: float = setting(0.2, "weight of query-to-document; document-to-query gets the rest", "paper: alpha 0.2")
     decode_from: str = setting("content", "what follows the anchor: content, or the sequence with its template", "ours; the authors' code decodes the whole sequence", ("content", "sequence"))
-    target_template: bool = setting(False, "with decode_from=sequence: template and instruction tokens are targets too", "ours; true in the authors' code")
+    target_template: bool = setting(False, "when the sequence is decoded, template and instruction are targets too", "ours; true in the authors' code")
     target_eos: bool = setting(True, "the closing [EOS] is a target", "ours; false in the authors' code")
-    hide_template: bool = setting(False, "with decode_from=sequence: template and instruction are no attention keys", "ours; true by accident in the authors' code")
+    hide_template: bool = setting(False, "when the sequence is decoded, template and instruction are no attention keys", "ours; true by accident in the authors' code")
 
     def problems(self):
         content = self.decode_from == "content"

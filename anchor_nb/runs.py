@@ -307,6 +307,7 @@ def declared(notebook: Path, # a stage notebook
             ) -> dict:       # parameter -> (type, default)
     "The parameters a notebook declares; ValueError when it has none or leaves out a type."
     from papermill import inspect_notebook
+    if not read_json(notebook)["metadata"].get("kernelspec"): raise ValueError(f"{notebook} names no kernel; set its kernelspec to python3")
     found = inspect_notebook(str(notebook))
     if not found: raise ValueError(f"{notebook} has no cell tagged `parameters`; add the tag, or papermill would run it with its own defaults")
     kind = lambda about: TYPES.get(about["inferred_type_name"].partition("[")[0])
@@ -363,11 +364,13 @@ def reason_of(error: Exception) -> str:
 def execute(notebook: Path, output: Path, parameters: dict, log: bool, timeout: float):
     "Have papermill run `notebook` in the current folder and write the executed notebook to `output`."
     from papermill import execute_notebook
-    usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", PYDEVD_DISABLE_FILE_VALIDATION="1", JUPYTER_PREFER_ENV_PATH="1")
+    quiet = ["--log-level=ERROR"]   # or each kernel warns about its local connection
+    usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", PYDEVD_DISABLE_FILE_VALIDATION="1", JUPYTER_PREFER_ENV_PATH="1",
+                 PYTHONWARNINGS="ignore:IProgress not found,ignore::FutureWarning")
     streams = dict(stdout_file=sys.stdout, stderr_file=sys.stderr) if log else {}
     with environment(**{name: os.environ.get(name, value) for name, value in usual.items()}):
         execute_notebook(str(notebook), str(output), parameters=parameters, kernel_name="python3", progress_bar=False,
-                         cwd=os.getcwd(), start_timeout=180, execution_timeout=timeout, coalesce_streams=True, **streams)
+                         cwd=os.getcwd(), start_timeout=180, execution_timeout=timeout, coalesce_streams=True, extra_arguments=quiet, **streams)
 
 # %% ../nbs/15_runs.ipynb #73058b32
 def run_stage(name: str,               # a stage, or the path of a notebook of your own

@@ -187,6 +187,16 @@ def test_tiny_is_the_same_everywhere(tmp_path, cache):
     assert corpora.resolve_model("tiny") == str(first) and (first / "config.json").stat().st_mtime_ns == before
 
 
+def test_path_or_hub_id(tmp_path, monkeypatch):
+    "owner/model goes through, unless a folder `owner` is there: then it is a path that is missing."
+    monkeypatch.chdir(tmp_path)
+    assert corpora.resolve_model("runs/stage1") == "runs/stage1"
+    Path("runs").mkdir()
+    with pytest.raises(FileNotFoundError, match="no model folder 'runs/stage1'"): corpora.resolve_model("runs/stage1")
+    Path("runs/stage1").mkdir()
+    assert corpora.resolve_model("runs/stage1") == "runs/stage1"
+
+
 def test_hub_first_when_configured(monkeypatch, cache):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("ANCHOR_NB_HUB", "1")
@@ -239,7 +249,7 @@ def test_smollm2():
 
 @pytest.mark.registry
 def test_labelled_sets(tmp_path):
-    for name, counts in {"sts": STSCOUNTS, "sentiment": SENTCOUNTS}.items():
+    for name, counts in {"sts": {"simlex": 999, "wordsim": 353, "lee": 1225}, "sentiment": {"amazon": 1000, "imdb": 1000, "yelp": 1000}}.items():
         folder = corpora.build_labelled(name, tmp_path)
         assert json.loads((folder / "manifest.json").read_text())["counts"] == counts
         assert {p.name for p in folder.iterdir()} == {"manifest.json", "LICENSE.md"} | {f"{part}.jsonl" for part in counts}
