@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['packed_sdpa', 'row_mask', 'is_causal', 'refuse_unsupported', 'register_attention', 'run_packed', 'choose_attention',
-           'weight_dtype', 'wants_autocast', 'quiet_bars', 'load_backbone', 'check_head', 'add_lora', 'language_model',
-           'trunk_of', 'attach_adapter', 'merge_adapters']
+           'weight_dtype', 'wants_autocast', 'check_causal', 'quiet_bars', 'load_backbone', 'check_head', 'add_lora',
+           'language_model', 'trunk_of', 'attach_adapter', 'merge_adapters']
 
 # %% ../nbs/05_backbone.ipynb #0c162cec
 import torch
@@ -87,6 +87,14 @@ def wants_autocast(precision: str = "auto") -> bool:
     "Whether matrix products run in bf16 over fp32 weights."
     return precision == "bf16" or precision == "auto" and torch.cuda.is_available()
 
+# %% ../nbs/05_backbone.ipynb #22a3ea70
+def check_causal(folder: str):
+    "Refuse a model whose configuration names no language-model head; reads no weights."
+    from transformers import AutoConfig
+    names = getattr(AutoConfig.from_pretrained(folder), "architectures", None) or []
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        raise ValueError(f"{folder}: {', '.join(names) or 'this model'} is no causal language model with a head; stage I needs one, such as LlamaForCausalLM")
+
 # %% ../nbs/05_backbone.ipynb #0b9d0c0c
 def quiet_bars():
     "Away from a terminal, keep transformers from drawing a bar for every file it reads or writes."
@@ -101,10 +109,8 @@ def load_backbone(folder: str,                 # folder or hub id
                   checkpointing: bool = False, # recompute activations in the backward pass
                  ):                            # -> a transformers causal language model
     "Load a causal language model for packed batches; ValueError when it has no head, or no weights for it."
-    from transformers import AutoConfig, AutoModelForCausalLM
-    names = getattr(AutoConfig.from_pretrained(folder), "architectures", None) or []
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
-        raise ValueError(f"{folder}: {', '.join(names) or 'this model'} is no causal language model with a head; stage I needs one, such as LlamaForCausalLM")
+    from transformers import AutoModelForCausalLM
+    check_causal(folder)
     register_attention()
     quiet_bars()
     model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(precision), attn_implementation=choose_attention(attention), output_loading_info=True)

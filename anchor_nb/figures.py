@@ -73,6 +73,7 @@ def spread(heights,    # wanted positions
 def _label_ends(axes, ends: list, points: float = 10): # (text, height, colour) for each line; size of the text
     "Write each name at the right edge, at the height where its line ends."
     axes.margins(x=0.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     low, high = axes.get_ylim()
     inches = axes.get_position().height * axes.figure.get_figheight()
     heights = spread([height for _, height, _ in ends], 1.3 * points / 72 / inches * (high - low))
@@ -155,7 +156,8 @@ def throughput(runs):  # rows of a speed.jsonl (step, seconds, tokens), or a dic
                 name, colour = system(label, place)
                 axes.plot(steps, speed, color=colour, linewidth=1, gid=label)
                 ends.append((f"{name}  {np.median(speed):,.0f}".strip(), float(np.median(speed)), colour))
-            axes.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
+            axes.set(xlabel="step", ylabel="tokens/s", ylim=(0, 1.1 * axes.get_ylim()[1]))
+            axes.yaxis.set_major_formatter("{x:,.0f}")
             _label_ends(axes, ends)
         return _finish(figure)
 
@@ -298,7 +300,8 @@ def stages_compared(ledger,                 # rows or data frame
 def _cell(value: float, found=None, sign: str = "") -> str: # value in [0, 1]
     "A score in per cent, with its interval where there is one."
     text = f"{100 * value:{sign}.1f}"
-    return f"{text} [{100 * found.low:{sign}.1f}, {100 * found.high:{sign}.1f}]" if found else text
+    text = f"{text} [{100 * found.low:{sign}.1f}, {100 * found.high:{sign}.1f}]" if found else text
+    return text.replace("-", "−")
 
 def comparison_table(ledger,                 # rows or data frame
                      per_query: dict = None, # for the 95 % intervals
@@ -313,7 +316,7 @@ def comparison_table(ledger,                 # rows or data frame
         return _cell(value, interval(per_query, label, step, task))
     table = {f"ours: {task}, nDCG@10": [ours(label, task) for label in labels] for task in sorted({task for _, task in last})} or {"ours": ["not run"] * len(labels)}
     table |= {f"paper: {PAPER_MODELS[model]}, 15 tasks": [f"{scores[PAPER_NAMES[l]]:.1f}" if l in PAPER_NAMES else "–" for l in labels] for model, scores in theirs.items()}
-    return pd.DataFrame(table, index=pd.Index([system(label)[0] for label in labels], name="system"))
+    return pd.DataFrame(table, index=[system(label)[0] for label in labels])
 
 # %% ../nbs/16_figures.ipynb #3b3d88ca
 PAIRS = (("anchor", "baseline"), ("stage1", "untrained"), ("baseline", "untrained"), ("anchor", "untrained"), ("anchor", "bm25"))
@@ -330,7 +333,7 @@ def differences(ledger, per_query: dict): # -> DataFrame of text
     tasks = sorted({task for _, task in finals(ledger)})
     found = {task: [difference(ledger, per_query, first, second, task) for first, second in PAIRS] for task in tasks}
     names = [f"{system(first)[0]} − {system(second)[0]}" for first, second in PAIRS]
-    return pd.DataFrame({task: [_cell(f.mean, f, "+") if f else "not run" for f in column] for task, column in found.items()}, index=pd.Index(names, name="difference in points"))
+    return pd.DataFrame({task: [_cell(f.mean, f, "+") if f else "not run" for f in column] for task, column in found.items()}, index=names)
 
 # %% ../nbs/16_figures.ipynb #773b1678
 def read_manifests(folder: Path, # folder of the pipeline
@@ -358,7 +361,7 @@ def run_facts(manifest: dict, # of one run; may lack anything
     recipe, versions, code, machine = (manifest.get(name) or {} for name in ("recipe", "versions", "code", "machine"))
     peak, gpu_peak, parameters = (manifest.get(name) for name in ("peak_memory_bytes", "peak_gpu_memory_bytes", "parameters"))
     facts = {"stage": manifest.get("stage"), "status": manifest.get("status"), "model": recipe.get("model"), "data": recipe.get("data"),
-        "parameters, trained": f"{parameters:,}, {manifest.get('trainable', 0):,}" if parameters else None,
+        "parameters": f"{parameters:,}" if parameters else None, "of them trained": f"{manifest.get('trainable', 0):,}" if parameters else None,
         **{name.replace("_", " "): recipe.get(name) for name in ("steps", "global_batch", "learning_rate", "max_length", "precision", "seed")},
         "machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpus', '?')} CPU cores", "processes": manifest.get("world_size"),
         "wall time": duration(manifest.get("wall_seconds")), "peak memory": f"{peak / 1e9:.1f} GB" if peak else None,
@@ -381,21 +384,33 @@ def data_table(manifests: dict): # label -> manifest; -> DataFrame, a row a file
     import pandas as pd
     rows = [(label, Path(path).name, facts.get("rows", "–"), str(facts.get("sha256", "–"))[:12])
             for label, manifest in manifests.items() for path, facts in (manifest.get("data") or {}).items() if isinstance(facts, dict)]
-    return pd.DataFrame(rows, columns=["run", "file", "rows", "sha256"])
+    return pd.DataFrame(rows, columns=["run", "data", "rows", "sha256"]).set_index("run").rename_axis(None)
 
 # %% ../nbs/16_figures.ipynb #80f924fc
 def _verdict(found, first: str, second: str, task: str) -> str: # Interval of first minus second
     "One sentence on a difference, in words that its interval allows."
     low, high = 100 * found.low, 100 * found.high
     span = f"(95 % interval over queries {low:+.1f} to {high:+.1f})"
-    if low <= 0 <= high: return f"On {task}, *{first}* and *{second}* differ by {100 * found.mean:+.1f} points {span}: no difference can be claimed."
-    return f"On {task}, *{first}* is {abs(100 * found.mean):.1f} points {'above' if low > 0 else 'below'} *{second}* {span}."
+    if low <= 0 <= high: text = f"On {task}, *{first}* and *{second}* differ by {100 * found.mean:+.1f} points {span}: no difference can be claimed."
+    else: text = f"On {task}, *{first}* is {abs(100 * found.mean):.1f} points {'above' if low > 0 else 'below'} *{second}* {span}."
+    return text.replace(" -", " −")
+
+def _early_verdict(per_query: dict, task: str) -> list: # of one sentence or none
+    "The paper's claim of figure 2, at the first snapshot that both runs have."
+    steps = [{step for label, step, name in per_query if (label, name) == (wanted, task) and step} for wanted in ("anchor", "baseline")]
+    if not (common := sorted(set.intersection(*steps))[:1]): return []
+    found = paired_bootstrap(*(per_query[label, common[0], task] for label in ("anchor", "baseline")))
+    after = f"after {common[0]} steps of stage II"
+    return [_verdict(found, f"{system('anchor')[0]} {after}", f"{system('baseline')[0]} {after}", task)]
 
 def can_show(ledger, per_query: dict) -> list: # of sentences
     "What the ledger says about each comparison that was run."
-    tasks = sorted({task for _, task in finals(ledger)})
-    pairs = [(first, second, task, difference(ledger, per_query, first, second, task)) for task in tasks for first, second in PAIRS]
-    return [_verdict(found, system(first)[0], system(second)[0], task) for first, second, task, found in pairs if found]
+    sentences = []
+    for task in sorted({task for _, task in finals(ledger)}):
+        found = {pair: difference(ledger, per_query, *pair, task) for pair in PAIRS}
+        sentences += [_verdict(value, system(first)[0], system(second)[0], task) for (first, second), value in found.items() if value]
+        sentences += _early_verdict(per_query or {}, task)
+    return sentences
 
 # %% ../nbs/16_figures.ipynb #705059d2
 def _less(manifests: dict) -> list: # of sentences
@@ -431,7 +446,7 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>
 body {{ font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 66rem; margin: 2rem auto; padding: 0 1.2rem }}
 p, li {{ max-width: 46rem }} img {{ max-width: 100%; height: auto }} pre {{ background: #f5f5f5; padding: .7rem; overflow-x: auto }}
-table {{ border-collapse: collapse; font-size: .9rem }} th, td {{ text-align: right; padding: .25rem .8rem; border: 0; border-bottom: 1px solid #ddd }}
+table {{ border-collapse: collapse; font-size: .9rem; margin: 1rem 0 }} table, th, td {{ border: 0 }} th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid #ddd }}
 th:first-child, tbody th {{ text-align: left }} .jp-RenderedHTMLCommon, .output_area {{ overflow-x: auto }} .anchor-link, .prompt {{ display: none }}
 </style></head><body>
 {body}

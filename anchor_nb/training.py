@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['all_reduce', 'to_device', 'ReconstructionStep', 'ContrastiveStep', 'Steps', 'add_row', 'keep_rows', 'replace_folder',
-           'sync_file', 'checkpoints', 'AnchorTrainer', 'Progress', 'Snapshots', 'training_arguments', 'check_run',
-           'build_model', 'saver', 'describe_data', 'check_same_data', 'train', 'run_trainer', 'finish']
+           'sync_file', 'checkpoints', 'AnchorTrainer', 'Progress', 'Snapshots', 'training_arguments', 'Inputs',
+           'check_inputs', 'build_model', 'saver', 'check_same_data', 'train', 'run_trainer', 'finish']
 
 # %% ../nbs/09_training.ipynb #2e118d0d
 import json, os, shutil, sys, time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -19,7 +20,7 @@ from .prompts import Formatter, load_formatter, load_instructions, save_layout
 from .data import Batches, examples, file_hash, find_sources, load_pairs
 from .corpora import resolve_model
 from .packing import cut_by_tokens, pack
-from .backbone import add_lora, load_backbone, merge_adapters, wants_autocast
+from .backbone import add_lora, check_causal, load_backbone, merge_adapters, wants_autocast
 from .reconstruction import DecodeRules, Reconstruction, count_targets, pack_pairs
 from .contrastive import Embedding, cached_step, contrastive_batch, contrastive_loss, world
 
@@ -229,11 +230,29 @@ def training_arguments(recipe: Training) -> TrainingArguments:
         report_to=recipe.trackers or "none", run_name=Path(recipe.out).name, remove_unused_columns=False, ddp_find_unused_parameters=False,
         per_device_train_batch_size=1, **(dict(ddp_backend="gloo") if not gpu and "WORLD_SIZE" in os.environ else {}))
 
-def check_run(recipe: Training):
-    "Refuse what cannot run, before anything is loaded."
+# %% ../nbs/09_training.ipynb #aabb1866
+class Inputs(NamedTuple):
+    "What a run reads, checked."
+    formatter: Formatter
+    tables: dict        # dataset -> its rows
+    batches: Batches
+    data: dict          # dataset -> sha256 and rows, for the manifest
+
+def check_inputs(recipe: Training) -> Inputs:
+    "Read and check all input of a training stage; ValueError or FileNotFoundError names the place and the fix."
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if recipe.global_batch % ranks: raise ValueError(f"global_batch={recipe.global_batch} does not divide among {ranks} processes; choose a multiple of {ranks}")
     if not recipe.out: raise ValueError("out is empty; name a folder for the run")
+    model = resolve_model(recipe.model)
+    check_causal(model)
+    formatter = load_formatter(model, recipe)
+    load_instructions(recipe.instructions)
+    tables = load_pairs(recipe.data)
+    batches = Batches({name: len(table) for name, table in tables.items()}, recipe.global_batch, recipe.seed, recipe.ratios)
+    data = {name: dict(sha256=file_hash(source), rows=len(tables[name])) for name, source in find_sources(recipe.data).items()}
+    newest = checkpoints(recipe.out)[-1:]
+    if newest: check_same_data(newest[0], data)
+    return Inputs(formatter, tables, batches, data)
 
 # %% ../nbs/09_training.ipynb #7c24b44c
 def build_model(recipe: Training, checkpoint: Path | None): # -> the module whose forward the step calls
@@ -256,13 +275,8 @@ def saver(recipe: Training, formatter: Formatter, data: dict): # -> a function o
     return save
 
 # %% ../nbs/09_training.ipynb #dd8b0bc1
-def describe_data(data: str, tables: dict) -> dict: # dataset -> sha256 and rows
-    "What a run is trained on, for its manifest."
-    return {name: dict(sha256=file_hash(source), rows=len(tables[name])) for name, source in find_sources(data).items()}
-
-def check_same_data(checkpoint: Path | None, data: dict):
+def check_same_data(checkpoint: Path, data: dict):
     "Refuse to resume on other data than the checkpoint's."
-    if not checkpoint: return
     before = json.loads((checkpoint/"anchor_nb.json").read_text(encoding="utf-8"))["data"]
     if changed := [name for name in {**before, **data} if before.get(name) != data.get(name)]:
         raise ValueError(f"{checkpoint} was trained on other content of {', '.join(changed)}; put the old files back, or choose another out")
@@ -271,21 +285,15 @@ def check_same_data(checkpoint: Path | None, data: dict):
 def train(recipe: Training # `Stage1` or `Stage2`
          ) -> dict:        # facts for the manifest
     "Run a training stage to its end; the finished model is in `<out>/model`."
-    check_run(recipe)
+    formatter, tables, batches, data = check_inputs(recipe)
     out = Path(recipe.out)
-    formatter = load_formatter(resolve_model(recipe.model), recipe)
     step_of = ReconstructionStep if isinstance(recipe, Stage1) else ContrastiveStep
     step = step_of(recipe, formatter, recipe.micro_tokens or (16384 if torch.cuda.is_available() else 1024))
-    tables = load_pairs(recipe.data)
-    batches = Batches({name: len(table) for name, table in tables.items()}, recipe.global_batch, recipe.seed, recipe.ratios)
-    data = describe_data(recipe.data, tables)
-    checkpoint = checkpoints(out)[-1] if checkpoints(out) else None
-    check_same_data(checkpoint, data)
-    args = training_arguments(recipe)
+    checkpoint = (checkpoints(out) or [None])[-1]
     first = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     steps = Steps(tables, batches, load_instructions(recipe.instructions), step, first, recipe.steps)
     save = saver(recipe, formatter, data)
-    trainer = AnchorTrainer(build_model(recipe, checkpoint), args, step=step, steps=steps, save=save, schedule_steps=recipe.schedule_steps)
+    trainer = AnchorTrainer(build_model(recipe, checkpoint), training_arguments(recipe), step=step, steps=steps, save=save, schedule_steps=recipe.schedule_steps)
     if getattr(recipe, "snapshot_steps", 0): trainer.add_callback(Snapshots(recipe.snapshot_steps, save, out))
     run_trainer(trainer, recipe, checkpoint)
     return finish(trainer, save, out, data)

@@ -1,0 +1,20 @@
+"""What several test files share."""
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+ROOT = Path(__file__).resolve().parent.parent
+LITTER = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__", ".ipynb_checkpoints", ".pytest_cache", ".hypothesis", "_docs", "_proc*")
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory):
+    "A copy of the project's files, outside git, that a test may build in."
+    folder = tmp_path_factory.mktemp("project")/"anchor-nb"
+    shutil.copytree(ROOT, folder, ignore=LITTER)
+    return folder
