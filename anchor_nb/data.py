@@ -113,12 +113,12 @@ def file_hash(path) -> str: # sha256, or "" for what is no file
 def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the columns of `FEATURES`
     "One dataset as an Arrow table; ValueError from the first faulty row."
     import datasets
+    if next(parsed(source), None) is None: raise ValueError(f"{source} holds no row; fill it or take it out of the folder")
     texts, text = datasets.Sequence(datasets.Value("string")), datasets.Value("string")
     features = datasets.Features(query=text, positives=texts, negatives=texts, instruction=text, document_instruction=text)
     generate = lambda source, sha256: parsed(source)
     try: table = datasets.Dataset.from_generator(generate, features=features, cache_dir=cache_dir, gen_kwargs=dict(source=source, sha256=file_hash(source)))
     except datasets.exceptions.DatasetGenerationError as error: raise error.__cause__ or error from None
-    if not len(table): raise ValueError(f"{source} holds no row")
     return table
 
 def load_pairs(data: str, cache_dir=None) -> dict: # dataset name -> datasets.Dataset

@@ -265,10 +265,11 @@ def ledger_rows(evaluation: Evaluation,
                 model: str,      # fingerprint or name
                 manifest: str,   # the run.json it came from; empty: none
                 max_length: int, # tokens of one text; 0: whole texts
+                instructions: str = "none", # task or none: what went before the queries
                ) -> list:        # of dictionaries
     "One row a metric, in the ledger's format."
-    return [dict(label=label, step=step, task=evaluation.task, metric=metric, value=value, seed=seed, queries=evaluation.queries,
-                 documents=evaluation.documents, max_length=max_length, manifest=manifest, model=model) for metric, value in evaluation.means.items()]
+    common = dict(queries=evaluation.queries, documents=evaluation.documents, max_length=max_length, instructions=instructions, manifest=manifest, model=model)
+    return [dict(label=label, step=step, task=evaluation.task, metric=metric, value=value, seed=seed, **common) for metric, value in evaluation.means.items()]
 
 # %% ../nbs/12_evaluation.ipynb #6f3cd499
 def fingerprint(folder: Path, # a model folder, or one file
@@ -283,7 +284,7 @@ def fingerprint(folder: Path, # a model folder, or one file
 # %% ../nbs/12_evaluation.ipynb #1f728ce9
 def in_ledger(ledger: list,    # rows
               task: Retrieval, # the cut that would be evaluated
-              **identity,      # label, step, seed, model, max_length
+              **identity,      # label, step, seed, model, max_length, instructions
              ) -> bool:
     "Whether all metrics of an evaluation are there already."
     wanted = dict(task=task.name, queries=len(task.queries), documents=len(task.corpus), **identity)
@@ -291,7 +292,7 @@ def in_ledger(ledger: list,    # rows
 
 def evaluation_file(row: dict) -> str: # a row of the ledger
     "Name of the file with the per-query values behind a row."
-    parts = (row["label"], f"step{row['step']}", row["task"], f"q{row['queries']}", f"d{row['documents']}", f"seed{row['seed']}", f"len{row.get('max_length', 0)}")
+    parts = (row["label"], f"step{row['step']}", row["task"], f"q{row['queries']}", f"d{row['documents']}", f"seed{row['seed']}", f"len{row.get('max_length', 0)}", row.get("instructions", "none"))
     return "-".join("".join(c if c.isalnum() else "_" for c in str(part)) for part in parts) + ".json"
 
 # %% ../nbs/12_evaluation.ipynb #775823c2

@@ -168,13 +168,14 @@ def comparable(ledger,                      # rows of a ledger, or a data frame 
     "The rows that may be compared: last of their kind, all on one cut of each task."
     import pandas as pd
     cut = ["queries", "documents", "seed"]
-    frame = pd.DataFrame(ledger, columns=None if len(ledger) else ["label", "step", "task", "metric", "value", "max_length", *cut])
+    how, unset = ["max_length", "instructions"], {"max_length": 0, "instructions": "none"}
+    frame = pd.DataFrame(ledger, columns=None if len(ledger) else ["label", "step", "task", "metric", "value", *cut])
+    frame = frame.assign(**{name: frame[name].fillna(value) if name in frame else value for name, value in unset.items()}).astype({"max_length": int})
     frame = frame[frame["metric"] == metric]
     frame = frame[(frame[cut] == frame.groupby("task")[cut].transform("last")).all(axis=1)]
-    if "max_length" in frame:
-        frame = frame.assign(max_length=frame["max_length"].fillna(0).astype(int))
-        latest = frame["max_length"].where(frame["max_length"] > 0).groupby(frame["task"]).transform("last")
-        frame = frame[(frame["max_length"] == latest) | (frame["max_length"] == 0)]
+    embedded = frame["max_length"] > 0
+    latest = frame[embedded].groupby("task")[how].last().reindex(frame["task"]).set_axis(frame.index)
+    frame = frame[(frame[how] == latest).all(axis=1) | ~embedded]
     return frame.drop_duplicates(["label", "step", "task"], keep="last").reset_index(drop=True)
 
 # %% ../nbs/16_figures.ipynb #8153f74c
@@ -422,6 +423,7 @@ def _less(manifests: dict) -> list: # of sentences
         stage, batch = {"stage1": "stage I", "stage2": "stage II"}[manifest["stage"]], recipe.get("global_batch", 0)
         ours, full = recipe["steps"] * batch, theirs["steps"] * theirs["global_batch"]
         if ours < full: found.setdefault(f"saw {ours:,} examples in {recipe['steps']:,} steps of {batch}; the paper's {stage} sees {full:,} in {theirs['steps']:,} steps of {theirs['global_batch']}. That is {100 * ours / full:.2g} %.", []).append(label)
+        if recipe.get("learning_rate", theirs["learning_rate"]) != theirs["learning_rate"]: found.setdefault(f"trained with a learning rate of {recipe['learning_rate']:g} instead of the paper's {theirs['learning_rate']:g}; neither arm had a search for its best rate.", []).append(label)
         if recipe.get("max_length", 512) < theirs["max_length"]: found.setdefault(f"cut texts at {recipe['max_length']} tokens, the paper at {theirs['max_length']}.", []).append(label)
     return [f"{', '.join(f'`{label}`' for label in labels)} {sentence}" for sentence, labels in sorted(found.items(), reverse=True)]
 

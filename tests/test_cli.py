@@ -1,0 +1,155 @@
+"""The command line, and the whole pipeline through it on a tiny model."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from anchor_nb import pipeline, runs
+from anchor_nb.cli import app
+from anchor_nb.recipe import RECIPES, presets
+
+COMMAND = Path(sys.executable).with_name("anchor-nb")
+
+
+def invoke(*words):
+    "The command inside this process."
+    return CliRunner().invoke(app, [str(word) for word in words], prog_name="anchor-nb")
+
+
+def shell(*words, cwd=None):
+    "The installed console script."
+    return subprocess.run([COMMAND, *map(str, words)], capture_output=True, text=True, cwd=cwd, timeout=900)
+
+
+def rows(path): return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+# ---- listing and checking ----
+
+def test_stages_and_presets_are_listed():
+    assert [line.split()[0] for line in invoke("stages").output.splitlines()] == list(runs.stages())
+    assert all(len(line.split()) > 3 for line in invoke("stages").output.splitlines()), "each with what it does"
+    assert [line.split()[0] for line in invoke("presets").output.splitlines()] == list(presets())
+
+
+@pytest.mark.parametrize("stage", list(RECIPES))
+def test_help_lists_every_parameter(stage):
+    shown = invoke(stage, "--help").output
+    assert all(f"  {name}: " in shown for name in runs.notebook_defaults(RECIPES[stage]))
+
+
+@pytest.mark.parametrize("name, stage", [(name, stage) for name, stages in presets().items() for stage in stages])
+def test_dry_run_prints_the_whole_recipe_and_starts_nothing(name, stage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(stage, "--preset", name, "--dry-run")
+    assert result.exit_code == 0 and yaml.safe_load(result.output) == pipeline.full_preset(name, stage)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_later_sources_beat_earlier_ones(tmp_path):
+    (tmp_path/"mine.yaml").write_text("steps: 11\nalpha: 1e-1\nseed: 5\n")
+    shown = yaml.safe_load(invoke("stage1", "--preset", "paper", "-f", tmp_path/"mine.yaml", "-p", "seed=6", "-p", "trackers=[wandb]", "--dry-run").output)
+    assert (shown["steps"], shown["alpha"], shown["seed"], shown["trackers"], shown["max_length"]) == (11, 0.1, 6, ["wandb"], 512)
+    assert yaml.safe_load(invoke("stage1", "--dry-run").output) == runs.notebook_defaults(RECIPES["stage1"])
+
+
+def test_what_dry_run_prints_can_be_given_back(tmp_path):
+    first = invoke("stage2", "--preset", "paper", "-p", "instructions=none", "--dry-run").output
+    (tmp_path/"again.yaml").write_text(first)
+    assert invoke("stage2", "-f", tmp_path/"again.yaml", "--dry-run").output == first
+
+
+@pytest.mark.parametrize("words, message", [
+    (["stage1", "-p", "step=5"], "no parameter 'step'; did you mean steps?"),
+    (["stage1", "-p", "steps=many"], "steps='many' is no int; give steps as int"),
+    (["stage1", "-p", "alpha=2"], "alpha must lie in [0, 1]"),
+    (["stage1", "-p", "steps"], "write -p name=value"),
+    (["stage1", "--preset", "smok"], "no preset 'smok'; there are"),
+    (["stage1", "-f", "no.yaml"], "No such file or directory: 'no.yaml'"),
+    (["pipeline", "--preset", "smoke", "-p", "steps=5"], "write STEP.PARAMETER=VALUE"),
+    (["pipeline", "--preset", "smoke", "-p", "report.titel=x"], "did you mean title?"),
+    (["pipeline", "--preset", "nope"], "no preset 'nope'"),
+])
+def test_a_mistake_is_one_message_and_nothing_starts(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "execute", lambda *_: pytest.fail("it started"))
+    result = invoke(*words)
+    assert result.exit_code == 1 and message in result.output, result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_in_a_shell_is_no_traceback(tmp_path):
+    result = shell("stage1", "-p", "alpha=2", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "anchor-nb: alpha must lie in [0, 1], it is 2.0\n"
+
+
+# ---- the pipeline ----
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    "The whole pipeline on a tiny model and toy text, from a shell."
+    folder = tmp_path_factory.mktemp("smoke")
+    result = shell("pipeline", "--preset", "smoke", "--out", "runs/all", "-p", "stage2.steps=4", "-p", "stage1.steps=4", cwd=folder)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return folder, result.stdout
+
+
+def test_the_pipeline_runs_and_prints_the_report_last(smoke):
+    folder, shown = smoke
+    page = Path(shown.splitlines()[-1])
+    assert page == folder/"runs/all/report.html" and page.stat().st_size > 100_000
+    assert [line.split()[2] for line in shown.splitlines() if line.startswith("== ") and "/6" in line] == list(pipeline.STEPS)
+    assert list(runs.read_json(folder/"runs/all/pipeline.json")["seconds"]) == list(pipeline.STEPS)
+
+
+def test_every_training_run_is_complete_and_its_steps_are_counted(smoke):
+    folder, _ = smoke
+    for name in ("stage1", "anchor", "baseline"):
+        assert runs.read_manifest(folder/"runs/all"/name)["status"] == "complete"
+        assert [row["step"] for row in rows(folder/"runs/all"/name/"metrics.jsonl")] == [1, 2, 3, 4]
+    assert {"untrained", "stage1", "anchor", "baseline", "bm25"} <= {row["label"] for row in rows(folder/"runs/all/ledger.jsonl")}
+
+
+def test_a_finished_stage_is_not_run_again(smoke):
+    folder, _ = smoke
+    metrics = folder/"runs/all/stage1/metrics.jsonl"
+    before = metrics.stat().st_mtime_ns, runs.read_manifest(folder/"runs/all/stage1")
+    step = next(step for step in pipeline.plan("smoke", "runs/all", {"stage1.steps": 4}) if step.name == "stage1")
+    (folder/"stage1.yaml").write_text(yaml.safe_dump(step.parameters))
+    assert shell("stage1", "-f", "stage1.yaml", cwd=folder).returncode == 0
+    assert (metrics.stat().st_mtime_ns, runs.read_manifest(folder/"runs/all/stage1")) == before
+
+
+def test_the_folder_of_another_run_is_refused_with_what_differs(smoke):
+    folder, _ = smoke
+    before = (folder/"runs/all/stage1/run.json").read_bytes()
+    result = shell("stage1", "-f", "stage1.yaml", "-p", "steps=9", "-o", "other.ipynb", cwd=folder)
+    assert result.returncode == 1 and "steps is 4 there and 9 here" in result.stderr and "Traceback" not in result.stderr
+    assert (folder/"runs/all/stage1/run.json").read_bytes() == before
+
+
+def test_two_processes_take_the_same_steps_as_one(smoke):
+    folder, _ = smoke
+    result = subprocess.run([COMMAND, "stage1", "-f", "stage1.yaml", "-p", "out=two", "-p", "processes=2"], cwd=folder, capture_output=True, text=True,
+                            env={**os.environ, "ACCELERATE_USE_CPU": "1"}, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    one, two = rows(folder/"runs/all/stage1/metrics.jsonl"), rows(folder/"two/metrics.jsonl")
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    assert [row["tokens"] for row in two] == [row["tokens"] for row in one]
+    assert runs.read_manifest(folder/"two")["world_size"] == 2
+
+
+def test_the_command_in_the_manifest_runs_as_it_stands(smoke):
+    folder, _ = smoke
+    command = runs.read_manifest(folder/"runs/all/stage1")["command"]
+    result = subprocess.run(f"{COMMAND.parent}/{command} --dry-run", shell=True, cwd=folder, capture_output=True, text=True)
+    assert yaml.safe_load(result.stdout) == {**runs.read_manifest(folder/"runs/all/stage1")["recipe"]}

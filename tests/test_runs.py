@@ -1,0 +1,234 @@
+"""Manifests, ledger and the strict stage runner where a notebook cell cannot show it: kills, races, properties, broken notebooks."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from hypothesis import given, settings, strategies as st
+from nbformat.v4 import new_code_cell, new_notebook
+
+from anchor_nb import recipe, runs
+from anchor_nb.recipe import RECIPES
+
+KERNEL = dict(kernelspec=dict(name="python3", display_name="python3", language="python"))
+PARAMETERS = 'steps: int = 3  # steps\nrate: float = 0.1  # rate\nflag: bool = False  # flag\nname: str = "a"  # name\nitems: list = []  # items\nmap: dict = {}  # map'
+
+
+def notebook(path, *code, tags=("parameters",), parameters=PARAMETERS):
+    "A stage of a test's own."
+    cells = [new_code_cell(parameters, metadata=dict(tags=list(tags))), *map(new_code_cell, code)]
+    nbformat.write(new_notebook(cells=cells, metadata=KERNEL), path)
+    return path
+
+
+def stage(name, **values): return RECIPES[name](**{**runs.notebook_defaults(RECIPES[name]), **values})
+
+
+# ---- files that are whole or absent ----
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = runs.write_json(tmp_path/"run.json", dict(a=1))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError): runs.write_json(path, dict(a=2))
+    assert runs.read_json(path) == dict(a=1)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from anchor_nb.runs import append_rows, write_json
+folder, number = Path(sys.argv[1]), 0
+while True:
+    number += 1
+    write_json(folder/"run.json", dict(number=number, filler="x"*20000))
+    append_rows(folder/"rows.jsonl", [dict(number=number, filler="y"*20000)])
+"""
+
+
+@pytest.mark.parametrize("delay", [0.2, 0.35, 0.5])
+def test_a_kill_at_any_moment_leaves_readable_files(tmp_path, delay):
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path])
+    while not (tmp_path/"rows.jsonl").exists(): time.sleep(0.01)
+    time.sleep(delay)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    written = runs.read_json(tmp_path/"run.json")["number"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = runs.read_rows(tmp_path/"rows.jsonl")
+    assert [row["number"] for row in rows] == list(range(1, len(rows) + 1))
+    assert written - len(rows) in (0, 1)
+    runs.append_rows(tmp_path/"rows.jsonl", [dict(number=len(rows) + 1)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(runs.read_rows(tmp_path/"rows.jsonl")) == len(rows) + 1
+
+
+def test_processes_that_append_at_once_lose_nothing(tmp_path):
+    code = "import sys; from anchor_nb.runs import append_rows\nfor i in range(100): append_rows(sys.argv[1], [dict(who=sys.argv[2], i=i, filler='z'*3000)])"
+    writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path/"rows.jsonl", str(who)]) for who in range(2)]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    rows = runs.read_rows(tmp_path/"rows.jsonl")
+    assert sorted((row["who"], row["i"]) for row in rows) == [(str(who), i) for who in range(2) for i in range(100)]
+
+
+values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"])),
+                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3), max_leaves=5)
+rows_of_anything = st.lists(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=4), max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(first=rows_of_anything, second=rows_of_anything, torn=st.binary(max_size=12).filter(lambda text: b"\n" not in text))
+def test_rows_come_back_as_they_went_in(tmp_path_factory, first, second, torn):
+    path = tmp_path_factory.mktemp("rows")/"rows.jsonl"
+    runs.append_rows(path, first)
+    with open(path, "ab") as file: file.write(b'{"torn": ' + torn)
+    runs.append_rows(path, second)
+    assert runs.read_rows(path) == first + second
+
+
+def test_a_complete_last_row_without_line_end_is_kept(tmp_path):
+    (tmp_path/"rows.jsonl").write_text('{"a": 1}')
+    assert runs.read_rows(tmp_path/"rows.jsonl") == [{"a": 1}]
+    assert runs.read_rows(runs.append_rows(tmp_path/"rows.jsonl", [{"a": 2}])) == [{"a": 1}, {"a": 2}]
+
+
+# ---- manifests ----
+
+def test_a_failing_run_stays_running_and_resumes(tmp_path):
+    assert runs.start_run(tmp_path/"r", stage("stage1")) == "new"
+    assert runs.read_manifest(tmp_path/"r")["status"] == "running"
+    assert runs.start_run(tmp_path/"r", stage("stage1")) == "resume"
+    runs.finish_run(tmp_path/"r", loss=1.0)
+    assert runs.start_run(tmp_path/"r", stage("stage1")) == "done"
+    assert runs.read_manifest(tmp_path/"r")["loss"] == 1.0
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_the_command_in_the_manifest_gives_the_recipe_back(name, tmp_path):
+    import shlex
+    from anchor_nb.cli import gather
+    made = stage(name, out="runs/it's here", **({"ratios": {"wiki": 0.5}, "learning_rate": 3e-5, "trackers": ["tensorboard"]} if name in ("stage1", "stage2") else {}))
+    runs.start_run(tmp_path/"r", made)
+    words = shlex.split(runs.read_manifest(tmp_path/"r")["command"])
+    assert words[:2] == ["anchor-nb", name]
+    assert stage(name, **gather(name, "", None, words[3::2])) == made
+
+
+def test_the_manifest_says_what_ran(tmp_path):
+    runs.start_run(tmp_path/"r", stage("stage2", seed=7), data={"pairs.jsonl": dict(sha256="ab", rows=3)})
+    manifest = runs.read_manifest(tmp_path/"r")
+    assert {"python", "torch", "transformers", "peft", "accelerate", "datasets"} <= set(manifest["versions"])
+    assert (manifest["stage"], manifest["seed"], manifest["world_size"], manifest["data"]["pairs.jsonl"]["rows"]) == ("stage2", 7, 1, 3)
+
+
+def test_code_outside_a_checkout_is_known_by_its_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "package_folder", lambda: tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)   # somebody else's repository around an installed package
+    assert runs.code_version() == dict(version=runs.__version__)
+
+
+def test_data_that_changed_is_noticed(tmp_path):
+    data = tmp_path/"pairs.jsonl"
+    data.write_text('{"query": "a"}\n')
+    runs.start_run(tmp_path/"r", stage("stage1"), data=runs.data_facts(data))
+    assert runs.start_run(tmp_path/"r", stage("stage1"), data=runs.data_facts(data)) == "resume"
+    data.write_text('{"query": "b"}\n')
+    with pytest.raises(ValueError, match="pairs.jsonl has changed since"): runs.start_run(tmp_path/"r", stage("stage1"), data=runs.data_facts(data))
+
+
+# ---- strict stages ----
+
+@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("parameters, message", [(dict(stepz=5), "no parameter 'stepz'"), (dict(out=7), "give out as str"), (dict(out=None), "give out as str")])
+def test_wrong_parameters_stop_a_stage_before_it_starts(name, parameters, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "execute", lambda *_: pytest.fail("it started"))
+    with pytest.raises(ValueError, match=message): runs.run_stage(name, parameters, tmp_path/"out"/"x.ipynb")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name, parameters, message", [
+    ("stage1", dict(alpha=1.5), r"alpha must lie in \[0, 1\], it is 1.5"),
+    ("stage1", dict(steps=0), "steps must be over 0"),
+    ("stage1", dict(steps="ten"), "give steps as int"),
+    ("stage1", dict(schedule="cosin"), "choose one of linear, cosine, constant"),
+    ("stage2", dict(temperature="0"), "temperature must be over 0"),
+    ("stage2", dict(mask_false_negatives="maybe"), "give mask_false_negatives as bool"),
+    ("stage1", dict(alpa=0.2), "did you mean alpha"),
+    ("evaluate", dict(models="untrained"), "give models as dict"),
+    ("prepare", dict(corpora="wiki"), "give corpora as list"),
+])
+def test_values_are_judged_before_a_stage_starts(name, parameters, message, monkeypatch):
+    monkeypatch.setattr(runs, "execute", lambda *_: pytest.fail("it started"))
+    with pytest.raises(ValueError, match=message): runs.run_stage(name, parameters)
+
+
+SHOW = "print('SEEN', repr((steps, rate, flag, name, items, map)))"
+
+
+def test_the_kernel_sees_the_values_and_their_types(tmp_path):
+    given = dict(steps="7", rate="1e-3", flag="true", name="it's {x}", items="[1, b]", map="{a: 2.5}")
+    executed = runs.run_stage(notebook(tmp_path/"show.ipynb", SHOW), given, tmp_path/"out.ipynb", log=False)
+    assert """SEEN (7, 0.001, True, "it's {x}", [1, 'b'], {'a': 2.5})""" in nbformat.read(executed, 4).cells[2].outputs[0].text
+    assert runs.seen(executed) == dict(steps=7, rate=0.001, flag=True, name="it's {x}", items=[1, "b"], map={"a": 2.5})
+
+
+def test_a_rerun_keeps_nothing_of_the_run_before(tmp_path):
+    path = notebook(tmp_path/"show.ipynb", SHOW)
+    runs.run_stage(path, dict(steps=7), tmp_path/"out.ipynb", log=False)
+    executed = runs.run_stage(path, dict(rate=0.5), tmp_path/"out.ipynb", log=False)
+    assert runs.seen(executed) == dict(rate=0.5)
+    assert nbformat.read(executed, 4).metadata.papermill.parameters == dict(rate=0.5)
+
+
+def test_a_notebook_that_lost_its_tag_is_refused_where_papermill_runs_it_with_defaults(tmp_path):
+    path = notebook(tmp_path/"show.ipynb", SHOW, tags=())
+    papermill.execute_notebook(str(path), str(tmp_path/"bare.ipynb"), dict(steps=7), progress_bar=False, kernel_name="python3")
+    assert "SEEN (3," in (tmp_path/"bare.ipynb").read_text()   # the trap: success, with the notebook's own 3
+    with pytest.raises(ValueError, match="no cell tagged `parameters`"): runs.run_stage(path, dict(steps=7), tmp_path/"out.ipynb")
+
+
+@pytest.mark.parametrize("code, timeout, message", [
+    ("import os; os._exit(3)", None, "the kernel died"),
+    ("import time; time.sleep(60)", 2, "longer than the time allowed"),
+    ("raise RuntimeError('first line\\n\\nand a long story')", None, "failed: RuntimeError: first line\nThe notebook"),
+    ("import no_such_module", None, "ModuleNotFoundError: No module named 'no_such_module'"),
+], ids=["dead", "slow", "long", "import"])
+def test_a_failing_notebook_is_one_short_message(tmp_path, code, timeout, message):
+    with pytest.raises(runs.StageError, match=message) as caught:
+        runs.run_stage(notebook(tmp_path/"bad.ipynb", code), dict(steps=1), tmp_path/"out.ipynb", log=False, timeout=timeout)
+    assert caught.value.notebook == tmp_path/"out.ipynb" and caught.value.notebook.exists()
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_what_the_cells_print_is_shown(tmp_path, capsys):
+    runs.run_stage(notebook(tmp_path/"show.ipynb", "import sys; print('to out'); print('to err', file=sys.stderr)"), {}, tmp_path/"out.ipynb")
+    shown = capsys.readouterr()
+    assert ("to out" in shown.out, "to err" in shown.err, "WARNING" in shown.err) == (True, True, False)
+
+
+def test_the_notebook_runs_in_the_folder_of_the_caller(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs.run_stage(notebook(tmp_path/"write.ipynb", "open('here.txt', 'w').write('x')"), {}, log=False)
+    assert (tmp_path/"here.txt").exists() and (tmp_path/"runs/write/write.ipynb").exists()
+
+
+def test_papermill_takes_every_preset_as_it_is():
+    for name, stages in recipe.presets().items():
+        for stage_name in stages:
+            parameters = recipe.preset(name, stage_name)
+            assert runs.checked(runs.stage_notebook(stage_name), parameters) == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
+
+
+@pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in recipe.presets().items() for stage in stages])
+def test_plain_papermill_with_a_preset_is_that_preset(name, stage_name):
+    "`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over the recipe's defaults."
+    from anchor_nb.pipeline import full_preset
+    assert {**runs.notebook_defaults(RECIPES[stage_name]), **recipe.preset(name, stage_name)} == full_preset(name, stage_name)
