@@ -31,7 +31,7 @@ test: $(STAMP)
 	@echo "== test 1/3: settings, notebooks, modules and README.md are in step"
 	@$(BIN)/python setup.py check
 	@echo "== test 2/3: the library notebooks run and their assertions hold"
-	@$(BIN)/nbdev-test --n_workers 2 --timing --do_print
+	@$(BIN)/nbdev-test --n-workers 2 --timing --do-print
 	@echo "== test 3/3: pytest"
 	@$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
 

@@ -247,6 +247,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'anchor_nb.prompts.Tokens.content': ('prompts.html#tokens.content', 'anchor_nb/prompts.py'),
                                    'anchor_nb.prompts.chat_parts': ('prompts.html#chat_parts', 'anchor_nb/prompts.py'),
                                    'anchor_nb.prompts.check_eos': ('prompts.html#check_eos', 'anchor_nb/prompts.py'),
+                                   'anchor_nb.prompts.find_bos': ('prompts.html#find_bos', 'anchor_nb/prompts.py'),
                                    'anchor_nb.prompts.format_texts': ('prompts.html#format_texts', 'anchor_nb/prompts.py'),
                                    'anchor_nb.prompts.install_layout': ('prompts.html#install_layout', 'anchor_nb/prompts.py'),
                                    'anchor_nb.prompts.load_formatter': ('prompts.html#load_formatter', 'anchor_nb/prompts.py'),
