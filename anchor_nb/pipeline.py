@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from .figures import report_html
 from .recipe import RECIPES, coerce, default, preset
-from .runs import checked, now, peak_memory, run_stage, stage_notebook, to_html, write_json
+from .runs import checked, now, peak_memory, run_stage, stage_notebook, write_json
 
 # %% ../nbs/16a_pipeline.ipynb #b954ee8d
 def full_preset(name: str,  # a preset
@@ -98,6 +99,6 @@ def run_pipeline(name: str,              # a preset
         took[step.name] = round(time.monotonic() - begin, 1)
         print(f"== {step.name}: {minutes(took[step.name])}", flush=True)
         write_json(Path(out)/"pipeline.json", dict(preset=name, started=started, seconds=took, peak_memory_bytes=peak_memory()))
-    page = to_html(notebook, Path(out)/"report.html").resolve()
+    page = report_html(notebook, Path(out)/"report.html").resolve()
     print(f"\nAll steps: {minutes(sum(took.values()))}. The report:\n{page}", flush=True)
     return page

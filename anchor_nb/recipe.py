@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RECIPES', 'setting', 'coerce', 'Recipe', 'Training', 'Stage1', 'Stage2', 'Prepare', 'Evaluate', 'Report',
            'preset_folder', 'presets', 'preset', 'check_names', 'default', 'parameters_cell', 'write_parameters',
-           'from_parameters', 'as_dict', 'as_yaml']
+           'from_parameters', 'as_dict', 'identity', 'as_yaml']
 
 # %% ../nbs/00_recipe.ipynb #56ac48ab
 from dataclasses import dataclass, field, fields, asdict, MISSING
@@ -17,10 +17,11 @@ def setting(default,          # the value when nothing is said
             help: str,        # one line, shown by `papermill --help-notebook`
             source: str = "", # the paper's words, or "ours: why"
             choices: tuple = (), # the only values allowed, if there are few
+            how: bool = False, # does it say how or where things are computed, and not what comes out?
            ):                 # -> a dataclass field
     "A dataclass field that knows what it means and where its default comes from."
     assert "=" not in help, "papermill cannot read a comment with an equals sign"
-    metadata = dict(help=help, source=source, choices=choices)
+    metadata = dict(help=help, source=source, choices=choices, how=how)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -65,7 +66,7 @@ class Training(Recipe):
     "Settings of both training stages."
     model: str = setting("smollm2-135m", "folder, hub id or short name of a causal language model", "ours: small enough for a laptop")
     data: str = setting("", "folder of JSONL files, one file, a parquet file or a datasets id", "E5 data as the authors prepared it")
-    out: str = setting("", "run folder: manifest, metrics, checkpoints, model")
+    out: str = setting("", "run folder: manifest, metrics, checkpoints, model", how=True)
     ratios: dict = setting({}, "sampling weight by dataset name; missing ones count 1", "authors: ratios are already applied in their files")
     instructions: str = setting("paper", "paper (a row's own, else table 6 by dataset), none, or a YAML file of dataset: instruction", "table 6")
     instruction_format: str = setting("{instruction}; {text}", "how an instruction and a query are joined", "authors' training code; their evaluation joined with a colon")
@@ -81,12 +82,12 @@ class Training(Recipe):
     max_grad_norm: float = setting(1.0, "gradient norm is clipped to this", "authors' code: the default, 1.0")
     seed: int = setting(42, "decides order of data, adapters and dropout", "authors' code: 42")
     precision: str = setting("auto", "auto: bf16 with fp32 weights on a GPU, fp32 on a CPU", "ours; the authors' code trains pure bf16 weights", ("auto", "fp32", "bf16", "pure_bf16", "fp64"))
-    attention: str = setting("auto", "auto, packed_sdpa or flash_attention_2", "paper: FlashAttention-2", ("auto", "packed_sdpa", "flash_attention_2"))
-    gradient_checkpointing: bool = setting(False, "recompute activations to save memory", "ours: packing leaves room; the paper has it on")
-    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", "ours: changes nothing but speed and memory")
-    processes: int = setting(1, "processes of this launch; 0: one for each GPU", "paper: 8 GPUs")
-    save_steps: int = setting(200, "write a checkpoint every so many steps; 0: only at the end", "authors' code: 200 in stage II")
-    trackers: list = setting([], "tensorboard, wandb, trackio", "ours: metrics.jsonl is always written")
+    attention: str = setting("auto", "auto, packed_sdpa or flash_attention_2", "paper: FlashAttention-2", ("auto", "packed_sdpa", "flash_attention_2"), how=True)
+    gradient_checkpointing: bool = setting(False, "recompute activations to save memory", "ours: packing leaves room; the paper has it on", how=True)
+    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", "ours: changes nothing but speed and memory", how=True)
+    processes: int = setting(1, "processes of this launch; 0: one for each GPU", "paper: 8 GPUs", how=True)
+    save_steps: int = setting(200, "write a checkpoint every so many steps; 0: only at the end", "authors' code: 200 in stage II", how=True)
+    trackers: list = setting([], "tensorboard, wandb, trackio", "ours: metrics.jsonl is always written", how=True)
 
     def problems(self):
         positive = ("steps", "global_batch", "max_length", "learning_rate")
@@ -141,27 +142,33 @@ class Prepare(Recipe):
     model: str = setting("smollm2-135m", "model to have ready; empty: none", "ours")
     negatives: int = setting(4, "hard negatives kept of each pair", "ours")
     seed: int = setting(0, "decides splits and negatives", "ours")
-    out: str = setting("", "folder for the training files and evaluation sets")
+    out: str = setting("", "folder for the training files and evaluation sets", how=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Recipe):
     "Score models and their snapshots on retrieval sets into the ledger."
     models: dict = setting({}, "label: run folder, model folder or short name", "figure 3: untrained, stage I, stage II, both")
     tasks: list = setting([], "folders of evaluation sets")
-    out: str = setting("", "folder of the ledger and the per-query scores")
+    out: str = setting("", "folder of the ledger and the per-query scores", how=True)
     queries: int = setting(0, "queries kept of each set; 0: all", "ours: for small machines")
     documents: int = setting(0, "documents kept of each set; 0: all", "ours: for small machines")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512")
     instructions: str = setting("task", "task: queries carry their task's instruction; none: nothing does", "paper: table 13", ("task", "none"))
     bm25: bool = setting(True, "score BM25 as a yardstick", "ours")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2")
-    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", "ours: changes nothing but speed and memory")
+    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", "ours: changes nothing but speed and memory", how=True)
     seed: int = setting(0, "decides which queries and documents are kept", "ours")
+
+    def problems(self):
+        return [(not self.tasks, "tasks is empty; name at least one folder of an evaluation set, such as prepare writes under eval/"),
+                (not self.models and not self.bm25, "models is empty and bm25 is false; name a model as {label: folder}"),
+                (not self.out, "out is empty; name the folder of the ledger"),
+                (not self.max_length > 0, f"max_length must be over 0, it is {self.max_length}")]
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Recipe):
     "Read what the other stages left and show it beside the paper."
-    out: str = setting("", "folder of the pipeline")
+    out: str = setting("", "folder of the pipeline", how=True)
     title: str = setting("Anchor embeddings: what this run shows", "title of the report")
     note: str = setting("", "a sentence to print under the title")
 
@@ -239,6 +246,10 @@ def from_parameters(cls: type,       # a recipe
 def as_dict(recipe: Recipe) -> dict: # field -> value, plain types
     "The recipe as plain values, for JSON."
     return asdict(recipe)
+
+def identity(recipe: Recipe) -> dict: # field -> value, plain types
+    "The settings that decide what comes out: a run may be resumed with others for the rest."
+    return {f.name: as_dict(recipe)[f.name] for f in fields(recipe) if not f.metadata["how"]}
 
 def as_yaml(recipe: Recipe) -> str: # text of a YAML file
     "The recipe as a file that `papermill -f` and `anchor-nb -f` take."

@@ -8,7 +8,7 @@ __all__ = ['LEFTOVERS', 'KEY', 'TYPES', 'write_text', 'write_json', 'read_json',
            'settings_of', 'recipe_sha256', 'now', 'new_manifest', 'differences', 'read_manifest', 'start_run',
            'peak_memory', 'peak_gpu_memory', 'finish_run', 'without_torn_line', 'append_rows', 'read_row', 'read_rows',
            'frame', 'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal',
-           'StageError', 'reason_of', 'execute', 'run_stage', 'to_html']
+           'StageError', 'reason_of', 'execute', 'run_stage']
 
 # %% ../nbs/15_runs.ipynb #eb365c67
 import ast
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from . import __version__
 from .launch import environment
-from .recipe import RECIPES, as_dict, check_names, coerce, default, preset
+from .recipe import RECIPES, as_dict, check_names, coerce, default, identity, preset
 
 # %% ../nbs/15_runs.ipynb #773f260f
 def write_text(path: Path, # the file to appear
@@ -133,9 +133,9 @@ def command_line(recipe, # a recipe
     return " ".join(["anchor-nb", type(recipe).__name__.lower(), *[f"-p {shlex.quote(f'{name}={text(value)}')}" for name, value in changed.items()]])
 
 # %% ../nbs/15_runs.ipynb #2ea9f51c
-def settings_of(recipe) -> dict: # field -> value as JSON gives it back; without `out`
+def settings_of(recipe) -> dict: # field -> value as JSON gives it back; without place, processes and the like
     "The settings that make a run what it is."
-    return {name: value for name, value in json.loads(json.dumps(as_dict(recipe))).items() if name != "out"}
+    return json.loads(json.dumps(identity(recipe)))
 
 def recipe_sha256(recipe) -> str:
     "A fingerprint of the stage and its settings."
@@ -157,9 +157,9 @@ def new_manifest(recipe, data: dict) -> dict:
 # %% ../nbs/15_runs.ipynb #5c21fbb5
 def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty when it is the same run
     "How a run on disk differs from the one that is asked for."
-    there, here = {k: v for k, v in manifest["recipe"].items() if k != "out"}, settings_of(recipe)
-    stage = type(recipe).__name__.lower()
+    stage, here, known = type(recipe).__name__.lower(), settings_of(recipe), as_dict(recipe)
     if manifest["stage"] != stage: return [f"it is a {manifest['stage']} run, not {stage}"]
+    there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
     changed = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     found = [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in changed]
     old = {path: facts["sha256"] for path, facts in manifest["data"].items()}
@@ -391,15 +391,3 @@ def run_stage(name: str,               # a stage, or the path of a notebook of y
     except Exception as error: raise StageError(stage, reason_of(error), output) from None
     if (found := seen(output)) != values: raise StageError(stage, f"the notebook saw the parameters {found}, not {values}", output)
     return output
-
-# %% ../nbs/15_runs.ipynb #d2d59e04
-def to_html(notebook: Path,      # an executed notebook
-            output: Path = None, # default: beside it, with the ending .html
-            code: bool = True,   # show the code cells' source
-           ) -> Path:            # the HTML file
-    "Write a notebook as one HTML file."
-    import nbformat
-    from nbconvert import HTMLExporter
-    exporter = HTMLExporter(exclude_input=not code, exclude_input_prompt=True, exclude_output_prompt=True, embed_images=True)
-    page, _ = exporter.from_notebook_node(nbformat.read(notebook, as_version=4), resources=dict(metadata=dict(name=Path(notebook).stem)))
-    return write_text(Path(output) if output else Path(notebook).with_suffix(".html"), page)
