@@ -37,8 +37,9 @@ test: $(STAMP)
 
 sync: $(STAMP)
 	@$(BIN)/python setup.py sync
-	@$(BIN)/nbdev-clean
 	@$(BIN)/nbdev-export
+	@$(BIN)/python -c "from anchor_nb.recipe import write_parameters; from pathlib import Path; [write_parameters(p) for p in Path('nbs/stages').glob('*.ipynb')]"
+	@$(BIN)/nbdev-clean
 	@$(BIN)/python setup.py readme
 
 venv: $(STAMP)
