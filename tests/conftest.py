@@ -1,6 +1,7 @@
 """What several test files share."""
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,13 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")/"anchor-nb"
     shutil.copytree(ROOT, folder, ignore=LITTER)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_is_left():
+    "A test that trains in this process must not keep later ones from launching others."
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

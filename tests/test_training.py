@@ -105,6 +105,15 @@ def test_stage1_learns(tmp_path):
     for name in ("loss_q2d", "loss_d2q"): assert found[-1][name] < found[0][name] - 1
 
 
+def test_tracker_by_name(tmp_path):
+    "TensorBoard finds the losses of both directions below the run folder."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from anchor_nb.training import train
+    train(recipe(Stage1, tmp_path/"run", steps=3, trackers=["tensorboard"]))
+    events = EventAccumulator(str(next((tmp_path/"run").rglob("events.out.tfevents*")).parent)).Reload()
+    assert [event.step for event in events.Scalars("train/loss_q2d")] == [1, 2, 3]
+
+
 def test_paper_and_authors_presets_differ_where_the_notes_say():
     from anchor_nb.recipe import preset
     ours, theirs = [Stage1(**preset(name, "stage1")) for name in ("paper", "authors-code")]
