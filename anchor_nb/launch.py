@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['write_whole', 'as_json', 'LaunchError', 'note_failure', 'first_failure', 'silent_failure', 'die_with', 'Rank',
            'environment', 'accelerate_in_use', 'clean_accelerate', 'process_count', 'usable_gpus', 'importable',
-           'choose_start', 'rendezvous', 'fork_ranks', 'spawn_ranks', 'launch_many', 'launch_one', 'already_launched',
+           'choose_start', 'rendezvous', 'spawn_ranks', 'fork_ranks', 'launch_many', 'launch_one', 'already_launched',
            'launch']
 
 # %% ../nbs/10_launch.ipynb #2c16e162
 import ctypes
+import gc
 import json
 import os
 import shutil
@@ -186,17 +187,24 @@ def rendezvous() -> dict: # options by the names of torch's launcher
     "A meeting point that no other run has."
     return dict(rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0")
 
-def fork_ranks(rank: Rank, args: tuple, processes: int):
-    "Fork `processes` copies of this process through accelerate's launcher."
-    from accelerate import notebook_launcher
-    notebook_launcher(rank, args, num_processes=processes, rdzv_id=uuid.uuid4().hex, **rendezvous())
-
 def spawn_ranks(rank: Rank, args: tuple, processes: int):
     "Start `processes` new interpreters through torch's launcher."
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, max_restarts=0,
                           monitor_interval=0.1, start_method="spawn", **rendezvous())
     elastic_launch(config, rank)(*args)
+
+# %% ../nbs/10_launch.ipynb #3594d767
+def fork_ranks(rank: Rank, args: tuple, processes: int):
+    "Fork `processes` copies of this process through accelerate's launcher."
+    from accelerate import notebook_launcher
+    gc.collect()
+    gc.freeze()
+    try: notebook_launcher(rank, args, num_processes=processes, rdzv_id=uuid.uuid4().hex, **rendezvous())
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally: gc.unfreeze()
 
 # %% ../nbs/10_launch.ipynb #0fb5240a
 def launch_many(function, args: tuple, processes: int, folder: Path, start_method: str):

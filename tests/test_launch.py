@@ -101,7 +101,7 @@ sys.path.insert(0, sys.argv[1])
 from anchor_nb.launch import launch
 from test_launch import sum_of_ranks
 result = launch(sum_of_ranks, 10, processes=7, run_dir=sys.argv[2])
-if result["total"] == 21.0: print("sum", result["total"])
+if result["total"] == 21.0: print("sum 21.0\\n", end="", flush=True)
 """
 
 
