@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'FEATURES', 'E5_FILES', 'pick_field', 'as_text', 'as_texts', 'parse_row', 'read_lines',
-           'read_table', 'parsed', 'find_sources', 'missing_files', 'file_hash', 'load_source', 'load_pairs', 'Batch',
-           'generator', 'Batches', 'check_sizes', 'Example', 'rotate', 'examples']
+           'read_table', 'open_table', 'parsed', 'find_sources', 'missing_files', 'file_hash', 'content_hash',
+           'parser_version', 'load_source', 'load_pairs', 'Batch', 'generator', 'Batches', 'check_sizes', 'Example',
+           'rotate', 'examples']
 
 # %% ../nbs/02_data.ipynb #ac7e4b4a
 import hashlib, json
@@ -46,6 +47,8 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
     "A row in the common form; ValueError names the field and the fix."
     if not isinstance(raw, dict): raise ValueError(f"the row is {type(raw).__name__}, not an object; write {{\"query\": ..., \"positive\": ...}}")
     name = pick_field(raw, QUERY)
+    if graded := [field for field in ("score", "label") if raw.get(field) is not None]: raise ValueError(f"field {graded[0]!r} grades the pair, and only pairs that belong together can be trained on; take the others out, and the field")
+    if not isinstance(raw.get("instruction") or "", str): raise ValueError(f"field 'instruction' is {type(raw['instruction']).__name__}, not text; write it as a string")
     instruction, query = as_text(raw[name], name)
     name = pick_field(raw, POSITIVE)
     positives = as_texts(raw[name], name)
@@ -58,22 +61,26 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
 # %% ../nbs/02_data.ipynb #3da2a119
 def read_lines(path) -> Iterator: # of (place, row as read)
     "The rows of a JSONL file; ValueError with file and line where one is no JSON."
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip(): continue
-            try: yield f"{path}, line {number}", json.loads(line)
+            try: yield f"{path}, line {number}", json.loads(line.decode("utf-8"))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: no valid JSON ({error.msg} at column {error.colno}); write one object a line") from None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: no UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from None
 
 def read_table(source: str) -> Iterator: # of (place, row as read)
-    "The rows of a parquet file, a folder saved by `datasets`, or a dataset id with an optional `:split`."
+    "The rows of a parquet file, a folder saved by `datasets`, or `hf:org/name` with an optional `:split`."
+    for number, row in enumerate(open_table(source)): yield f"{source}, row {number}", row
+
+def open_table(source: str): # -> datasets.Dataset as it is stored
+    "A table that `datasets` can open; only `hf:` asks the hub."
     import datasets
-    if source.endswith(".parquet"): table = datasets.Dataset.from_parquet(source)
-    elif Path(source).is_dir(): table = datasets.load_from_disk(source)
-    else:
-        name, _, split = source.partition(":")
-        table = datasets.load_dataset(name, split=split or "train")
-    for number, row in enumerate(table): yield f"{source}, row {number}", row
+    if source.startswith("hf:"):
+        name, _, split = source.removeprefix("hf:").partition(":")
+        return datasets.load_dataset(name, split=split or "train")
+    return datasets.Dataset.from_parquet(source) if source.endswith(".parquet") else datasets.load_from_disk(source)
 
 # %% ../nbs/02_data.ipynb #d51cb2f0
 def parsed(source: str) -> Iterator: # of rows in the common form
@@ -91,13 +98,13 @@ def find_sources(data: str, # a folder, a file, or a dataset id
                 ) -> dict:  # dataset name -> source
     "The datasets of `data`, by name and in alphabetical order."
     path = Path(data)
+    if data.startswith("hf:"): return {data.split("/")[-1].partition(":")[0]: data}
     if path.is_file(): return {path.stem: str(path)}
-    if not path.is_dir():
-        if data.startswith((".", "/")) or data.count("/") != 1: raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet files, or a dataset id such as org/name")
-        return {data.split("/")[1].partition(":")[0]: data}
+    if not path.is_dir(): raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet files, or hf:org/name for a dataset of the hub")
     if (path/"state.json").is_file(): return {path.name: str(path)}
     files = sorted([*path.glob("*.jsonl"), *path.glob("*.parquet")], key=lambda file: file.stem)
     if not files: raise FileNotFoundError(f"{path} holds no .jsonl or .parquet file; put one file a dataset there")
+    if len(names := {file.stem for file in files}) < len(files): raise ValueError(f"{path} holds two files of one name ({len(files)} files, {len(names)} names); a dataset is named after its file, so rename one")
     return {file.stem: str(file) for file in files}
 
 def missing_files(names) -> list: # names of absent files
@@ -105,10 +112,21 @@ def missing_files(names) -> list: # names of absent files
     return [name for name in E5_FILES if name not in names] if set(names) & set(E5_FILES) else []
 
 # %% ../nbs/02_data.ipynb #f1c8991c
-def file_hash(path) -> str: # sha256, or "" for what is no file
+def file_hash(path) -> str: # sha256
     "The sha256 of a file's content."
-    if not Path(path).is_file(): return ""
     with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()
+
+def content_hash(source: str) -> str: # sha256, or the fingerprint that `datasets` gives a hub's version
+    "What tells one version of a source from another."
+    if source.startswith("hf:"): return open_table(source)._fingerprint
+    if Path(source).is_file(): return file_hash(source)
+    parts = [(file.name, file_hash(file)) for file in sorted(Path(source).rglob("*")) if file.is_file()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+def parser_version() -> str:
+    "Changes when the code that reads a row does."
+    code = b"".join(part.__code__.co_code for part in (parse_row, as_text, as_texts, pick_field, open_table))
+    return hashlib.sha256(code).hexdigest()
 
 def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the columns of `FEATURES`
     "One dataset as an Arrow table; ValueError from the first faulty row."
@@ -116,8 +134,8 @@ def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the col
     if next(parsed(source), None) is None: raise ValueError(f"{source} holds no row; fill it or take it out of the folder")
     texts, text = datasets.Sequence(datasets.Value("string")), datasets.Value("string")
     features = datasets.Features(query=text, positives=texts, negatives=texts, instruction=text, document_instruction=text)
-    generate = lambda source, sha256: parsed(source)
-    try: table = datasets.Dataset.from_generator(generate, features=features, cache_dir=cache_dir, gen_kwargs=dict(source=source, sha256=file_hash(source)))
+    generate = lambda source, content, parser: parsed(source)
+    try: table = datasets.Dataset.from_generator(generate, features=features, cache_dir=cache_dir, gen_kwargs=dict(source=source, content=content_hash(source), parser=parser_version()))
     except datasets.exceptions.DatasetGenerationError as error: raise error.__cause__ or error from None
     return table
 
