@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .prompts import Formatter, LAYOUT_FILE, load_formatter, save_layout
 from .corpora import resolve_model
 from .packing import cut_by_tokens, pack
-from .backbone import attach_adapter, load_backbone, run_packed, trunk_of
+from .backbone import attach_adapter, load_backbone, on_gpu, run_packed, trunk_of
 from .pooling import POOLINGS, pooling as pooling_by_name
 
 # %% ../nbs/11_embedder.ipynb #45e83fcc
@@ -36,7 +36,8 @@ def load_weights(folder: str, **how): # -> a causal language model
     "A model, or the base of an adapter with the adapter merged."
     if not (Path(folder)/"adapter_config.json").is_file(): return load_backbone(folder, **how)
     base = stored_facts(folder).get("base") or json.loads((Path(folder)/"adapter_config.json").read_text())["base_model_name_or_path"]
-    return attach_adapter(load_backbone(find_model(base), **how), folder)
+    try: return attach_adapter(load_backbone(find_model(base), **how), folder)
+    except OSError as error: raise FileNotFoundError(f"{folder} is an adapter of {base!r}, which cannot be loaded: {error}") from None
 
 # %% ../nbs/11_embedder.ipynb #249ab86d
 class AnchorEmbedder:
@@ -53,11 +54,14 @@ class AnchorEmbedder:
     def from_pretrained(cls, path: str,         # run folder, model folder, adapter folder, hub id or short name
                         pooling: str = "",      # empty: what the checkpoint says, else eos
                         max_length: int = 0,    # 0: what the checkpoint says, else 512
-                        attention: str = "auto", precision: str = "auto", device: str = "", micro_tokens: int = 0):
+                        attention: str = "auto",
+                        precision: str = "auto", # auto: bf16 on a GPU, fp32 on a CPU; or fp32, bf16, fp64
+                        device: str = "", micro_tokens: int = 0):
         "Load what a stage, a snapshot or a hub offers."
         folder = find_model(path)
-        gpu = torch.cuda.is_available()
-        lm = load_weights(folder, attention=attention, precision="pure_bf16" if precision == "auto" and gpu else precision)
+        gpu = on_gpu() if not device else "cuda" in device
+        precision = {"auto": "pure_bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32", "bf16": "pure_bf16"}.get(precision, precision)
+        lm = load_weights(folder, attention=attention, precision=precision)
         formatter = load_formatter(folder)
         if max_length: formatter = Formatter(formatter.tokenizer, replace(formatter.layout, max_length=max_length))
         return cls(lm.to(device or ("cuda" if gpu else "cpu")), formatter, pooling or stored_facts(folder).get("pooling", "eos"), micro_tokens)

@@ -23,19 +23,21 @@ def text_of_token(packed: Packed) -> Tensor: # [tokens]
     return torch.arange(len(packed.lengths), device=packed.ids.device).repeat_interleave(packed.lengths, output_size=len(packed.ids))
 
 def weighted_sum(hidden: Tensor, weights: Tensor, packed: Packed) -> Tensor: # [texts, hidden]
-    "The weighted average of each text's states."
-    text, texts = text_of_token(packed), len(packed.lengths)
+    "The weighted average of each text's states, summed in fp32 or better: bf16 cannot count beyond 256."
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    text, texts, weights = text_of_token(packed), len(packed.lengths), weights.to(wide)
     total = weights.new_zeros(texts).index_add(0, text, weights)
-    return hidden.new_zeros(texts, hidden.shape[1]).index_add(0, text, hidden*(weights/total[text])[:, None].to(hidden.dtype))
+    sums = weights.new_zeros(texts, hidden.shape[1]).index_add(0, text, hidden.to(wide)*(weights/total[text])[:, None])
+    return sums.to(hidden.dtype)
 
 # %% ../nbs/06_pooling.ipynb #0f96917f
 def mean(hidden: Tensor, packed: Packed) -> Tensor: # [texts, hidden]
     "The mean state of each text."
-    return weighted_sum(hidden, torch.ones_like(hidden[:, 0]), packed)
+    return weighted_sum(hidden, torch.ones_like(packed.positions), packed)
 
 def weighted_mean(hidden: Tensor, packed: Packed) -> Tensor: # [texts, hidden]
     "The mean with weights 1 to n, so that later tokens count more."
-    return weighted_sum(hidden, packed.positions.to(hidden.dtype) + 1, packed)
+    return weighted_sum(hidden, packed.positions + 1, packed)
 
 def first_token(hidden: Tensor, packed: Packed) -> Tensor: # [texts, hidden]
     "The state at each text's first token."

@@ -64,6 +64,7 @@ def pack_pairs(pairs: list,        # of (query, document), both `prompts.Tokens`
     "Lay out pairs for the two passes."
     queries, documents = zip(*pairs)
     texts = [decoded(tokens, rules, eos) for tokens in documents + queries]
+    if not all(text.ids for text in texts): raise ValueError("a text of the batch has no token to decode; it was cut to nothing, so raise max_length or use truncation=keep_eos")
     decode = pack([[eos, *text.ids[:-1]] for text in texts]) # the first id only holds the anchor's place
     counts = torch.tensor([k for text in texts for k in text.targets])
     visible = torch.tensor([k for text in texts for k in [True, *text.visible[:-1]]]) if rules.hide_template else None

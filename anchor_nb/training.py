@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['all_reduce', 'to_device', 'ReconstructionStep', 'ContrastiveStep', 'Steps', 'add_row', 'keep_rows', 'replace_folder',
-           'sync_file', 'checkpoints', 'AnchorTrainer', 'Progress', 'Snapshots', 'training_arguments', 'Inputs',
-           'check_inputs', 'build_model', 'saver', 'check_same_data', 'train', 'run_trainer', 'finish']
+           'sync_file', 'check_checkpoint', 'checkpoints', 'AnchorTrainer', 'Progress', 'Snapshots',
+           'training_arguments', 'Inputs', 'check_inputs', 'build_model', 'saver', 'check_same_data', 'locked', 'train',
+           'make_trainer', 'run_trainer', 'finish']
 
 # %% ../nbs/09_training.ipynb #2e118d0d
-import json, os, shutil, sys, time
-from contextlib import nullcontext
+import fcntl, json, os, shutil, sys, time
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 import torch
@@ -17,10 +19,10 @@ from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from .recipe import Training, Stage1, Stage2
 from .prompts import Formatter, load_formatter, load_instructions, save_layout
-from .data import Batches, examples, file_hash, find_sources, load_pairs
+from .data import Batches, content_hash, examples, find_sources, load_pairs
 from .corpora import resolve_model
 from .packing import cut_by_tokens, pack
-from .backbone import add_lora, check_causal, load_backbone, merge_adapters, wants_autocast
+from .backbone import add_lora, check_causal, choose_attention, load_backbone, merge_adapters, on_gpu, wants_autocast
 from .reconstruction import DecodeRules, Reconstruction, count_targets, pack_pairs
 from .contrastive import Embedding, cached_step, contrastive_batch, contrastive_loss, world
 
@@ -41,14 +43,16 @@ class ReconstructionStep:
     negatives = 0
     def __init__(self, recipe: Stage1, formatter: Formatter, budget: int):
         self.formatter, self.budget = formatter, budget
-        self.rules = DecodeRules(recipe.decode_from, recipe.target_template, recipe.target_eos, recipe.hide_template)
+        self.rules = DecodeRules(**{f.name: getattr(recipe, f.name) for f in fields(DecodeRules)})
         self.eos = formatter.tokenizer.convert_tokens_to_ids(formatter.layout.eos)
 
     def prepare(self, examples: list) -> list: # of (query, document) tokens
+        "Format the pairs of a batch."
         queries = self.formatter([e.query for e in examples], [e.instruction for e in examples])
         return list(zip(queries, self.formatter([e.positive for e in examples], [e.document_instruction for e in examples])))
 
-    def run(self, model, pairs: list, backward, sync, device) -> dict: # facts to log
+    def run(self, model, pairs: list, backward, sync, device) -> dict: # facts to log, the same on every rank
+        "Leave the gradient of the global batch's loss in the model."
         totals = all_reduce(torch.tensor(count_targets(pairs, self.rules, self.eos), device=device))
         lengths = [len(query.ids) + len(document.ids) for query, document in pairs]
         most = all_reduce(torch.tensor(len(cut_by_tokens(lengths, self.budget)), device=device), "MAX")
@@ -71,13 +75,15 @@ class ContrastiveStep:
         self.temperature, self.mask = recipe.temperature, recipe.mask_false_negatives
 
     def prepare(self, examples: list): # -> `ContrastiveBatch`
+        "Format queries, positives and hard negatives of a batch."
         side = lambda texts, instructions: self.formatter(texts, instructions) if texts else []
         queries = side([e.query for e in examples], [e.instruction for e in examples])
         positives = side([e.positive for e in examples], [e.document_instruction for e in examples])
         negatives = iter(side([t for e in examples for t in e.negatives], [e.document_instruction for e in examples for _ in e.negatives]))
         return contrastive_batch([(q, p, [next(negatives) for _ in e.negatives]) for q, p, e in zip(queries, positives, examples)], self.negatives)
 
-    def run(self, model, batch, backward, sync, device) -> dict: # facts to log
+    def run(self, model, batch, backward, sync, device) -> dict: # facts to log, the same on every rank
+        "Leave the gradient of the global batch's loss in the model."
         lengths = [len(text) for text in batch.texts]
         most = all_reduce(torch.tensor(len(cut_by_tokens(lengths, self.budget)), device=device), "MAX")
         cut = cut_by_tokens(lengths, self.budget, at_least=int(most))
@@ -135,6 +141,12 @@ def sync_file(path: Path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
+def check_checkpoint(folder: Path, ranks: int):
+    "Refuse a checkpoint that lacks a part, since it would resume as another run."
+    random = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
+    if missing := [name for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", *random) if not (folder/name).exists()]:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}; delete the folder, and the run goes on from the checkpoint before it or from the start")
+
 def checkpoints(out) -> list: # folders, oldest first
     "The complete checkpoints of a run."
     return sorted(Path(out).glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
@@ -152,6 +164,7 @@ class AnchorTrainer(Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=None, collate_fn=lambda item: item, generator=own)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        "The gradient of one global batch, and its loss."
         model.train()
         started = time.perf_counter()
         sync = lambda last: nullcontext() if last else self.accelerator.no_sync(model)
@@ -166,6 +179,7 @@ class AnchorTrainer(Trainer):
         return super().create_scheduler(self.schedule_steps or num_training_steps, optimizer)
 
     def log(self, logs, start_time=None):
+        "Add what the step found to the log, and write its row."
         row = dict(step=self.state.global_step, **{name: float(logs[name]) for name in ("learning_rate", "grad_norm")}, **self.facts) if "loss" in logs else None
         super().log({**logs, **self.facts} if row else logs, start_time)
         if row and self.is_world_process_zero():
@@ -174,17 +188,24 @@ class AnchorTrainer(Trainer):
 
     def _get_output_dir(self, trial): return str(Path(self.args.output_dir)/".writing")
 
-    def _save(self, output_dir=None, state_dict=None): self.save_into(self.model, Path(output_dir))
+    def _save(self, output_dir=None, state_dict=None):
+        if self.args.should_save: self.save_into(self.model, Path(output_dir)) # called on every rank
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        self.accelerator.wait_for_everyone() # the other ranks now add their random states to the folder
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None): "Nothing to do: `build_model` has read the weights."
 
     def _save_checkpoint(self, model, trial):
+        "A checkpoint that has its name only when it is whole; the one before it goes afterwards."
         if self.state.global_step >= self.state.max_steps: return
         super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone() # every rank has written its random state
+        self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             out, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
             old = checkpoints(out)
+            check_checkpoint(out/".writing"/name, world()[1])
             replace_folder(out/".writing"/name, out/name)
             for folder in old: shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
@@ -195,11 +216,13 @@ class Progress(TrainerCallback):
     def __init__(self, trainer_of, name: str): self.trainer_of, self.name, self.bar = trainer_of, name, None
 
     def on_train_begin(self, args, state, control, **kwargs):
+        "Draw the bar, on one rank."
         from tqdm import tqdm
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, mininterval=interval, maxinterval=10*interval, disable=not state.is_world_process_zero)
 
     def on_step_end(self, args, state, control, **kwargs):
+        "Move the bar by one step."
         trainer = self.trainer_of()
         self.bar.set_postfix_str(f"loss {trainer.facts['loss']:.3f}, {trainer.facts['tokens']/trainer.seconds:.0f} tokens/s", refresh=False)
         self.bar.update()
@@ -211,6 +234,7 @@ class Snapshots(TrainerCallback):
     def __init__(self, every: int, save, out: Path): self.every, self.save, self.out = every, save, out
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
+        "Write the adapter to `snapshots/step-N`, whole or not at all."
         if not state.is_world_process_zero or state.global_step % self.every or state.global_step == state.max_steps: return
         part, final = self.out/".snapshot", self.out/"snapshots"/f"step-{state.global_step}"
         final.parent.mkdir(exist_ok=True)
@@ -220,8 +244,8 @@ class Snapshots(TrainerCallback):
 # %% ../nbs/09_training.ipynb #806525cf
 def training_arguments(recipe: Training) -> TrainingArguments:
     "What `transformers.Trainer` has to know of a recipe."
-    gpu = torch.cuda.is_available()
-    return TrainingArguments(
+    gpu = on_gpu()
+    args = TrainingArguments(
         output_dir=recipe.out, max_steps=recipe.steps, learning_rate=recipe.learning_rate, warmup_steps=recipe.warmup_steps,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(recipe.schedule, recipe.schedule), weight_decay=recipe.weight_decay,
         max_grad_norm=recipe.max_grad_norm, seed=recipe.seed, bf16=wants_autocast(recipe.precision), use_cpu=not gpu,
@@ -229,6 +253,8 @@ def training_arguments(recipe: Training) -> TrainingArguments:
         save_strategy="steps" if recipe.save_steps else "no", save_steps=recipe.save_steps or 1, ignore_data_skip=True,
         report_to=recipe.trackers or "none", run_name=Path(recipe.out).name, remove_unused_columns=False, ddp_find_unused_parameters=False,
         per_device_train_batch_size=1, **(dict(ddp_backend="gloo") if not gpu and "WORLD_SIZE" in os.environ else {}))
+    args._n_gpu = min(args.n_gpu, 1) # or one process with several GPUs would wrap the model in DataParallel, which cuts through packed texts
+    return args
 
 # %% ../nbs/09_training.ipynb #aabb1866
 class Inputs(NamedTuple):
@@ -240,16 +266,17 @@ class Inputs(NamedTuple):
 
 def check_inputs(recipe: Training) -> Inputs:
     "Read and check all input of a training stage; ValueError or FileNotFoundError names the place and the fix."
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = int(os.environ.get("WORLD_SIZE", 0)) or recipe.processes or max(1, torch.cuda.device_count())
     if recipe.global_batch % ranks: raise ValueError(f"global_batch={recipe.global_batch} does not divide among {ranks} processes; choose a multiple of {ranks}")
     if not recipe.out: raise ValueError("out is empty; name a folder for the run")
+    choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False))
     model = resolve_model(recipe.model)
     check_causal(model)
-    formatter = load_formatter(model, recipe)
-    load_instructions(recipe.instructions)
+    formatter, instructions = load_formatter(model, recipe), load_instructions(recipe.instructions)
     tables = load_pairs(recipe.data)
     batches = Batches({name: len(table) for name, table in tables.items()}, recipe.global_batch, recipe.seed, recipe.ratios)
-    data = {name: dict(sha256=file_hash(source), rows=len(tables[name])) for name, source in find_sources(recipe.data).items()}
+    for name in tables: formatter(["text"], max((instructions or {}).get(name, [""]), key=len)) # an instruction that leaves no room for text
+    data = {name: dict(sha256=content_hash(source), rows=len(tables[name])) for name, source in find_sources(recipe.data).items()}
     newest = checkpoints(recipe.out)[-1:]
     if newest: check_same_data(newest[0], data)
     return Inputs(formatter, tables, batches, data)
@@ -257,10 +284,10 @@ def check_inputs(recipe: Training) -> Inputs:
 # %% ../nbs/09_training.ipynb #7c24b44c
 def build_model(recipe: Training, checkpoint: Path | None): # -> the module whose forward the step calls
     "The trainable module of a stage, from the start or from a checkpoint."
-    how = (recipe.attention, recipe.precision, recipe.gradient_checkpointing)
+    attention = choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False))
+    how = (attention, recipe.precision, recipe.gradient_checkpointing)
     if isinstance(recipe, Stage1): return Reconstruction(load_backbone(str(checkpoint or resolve_model(recipe.model)), *how), recipe.alpha)
     base = load_backbone(resolve_model(recipe.model), *how)
-    if recipe.gradient_checkpointing: base.enable_input_require_grads()
     if not checkpoint: return Embedding(add_lora(base, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.seed))
     from peft import PeftModel
     return Embedding(PeftModel.from_pretrained(base, str(checkpoint), is_trainable=True))
@@ -271,7 +298,8 @@ def saver(recipe: Training, formatter: Formatter, data: dict): # -> a function o
         shutil.rmtree(folder, ignore_errors=True)
         module.lm.save_pretrained(folder)
         formatter.tokenizer.save_pretrained(folder)
-        save_layout(folder, formatter.layout, pooling="eos", stage=type(recipe).__name__.lower(), base=recipe.model, data=data)
+        save_layout(folder, formatter.layout, pooling="eos", stage=type(recipe).__name__.lower(), base=base, data=data)
+    base = str(Path(recipe.model).resolve()) if Path(recipe.model).is_dir() else recipe.model
     return save
 
 # %% ../nbs/09_training.ipynb #dd8b0bc1
@@ -282,28 +310,48 @@ def check_same_data(checkpoint: Path, data: dict):
         raise ValueError(f"{checkpoint} was trained on other content of {', '.join(changed)}; put the old files back, or choose another out")
 
 # %% ../nbs/09_training.ipynb #955e1b98
+@contextmanager
+def locked(out: Path):
+    "Hold a run folder for this process; ValueError when another one has it."
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out/".lock", "w") as handle:
+        try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError: raise ValueError(f"another process is running in {out}; wait for it, or choose another out") from None
+        yield
+
+# %% ../nbs/09_training.ipynb #75634052
 def train(recipe: Training # `Stage1` or `Stage2`
          ) -> dict:        # facts for the manifest
     "Run a training stage to its end; the finished model is in `<out>/model`."
-    formatter, tables, batches, data = check_inputs(recipe)
-    out = Path(recipe.out)
-    step_of = ReconstructionStep if isinstance(recipe, Stage1) else ContrastiveStep
-    step = step_of(recipe, formatter, recipe.micro_tokens or (16384 if torch.cuda.is_available() else 1024))
-    checkpoint = (checkpoints(out) or [None])[-1]
-    first = int(checkpoint.name.split("-")[1]) if checkpoint else 0
-    steps = Steps(tables, batches, load_instructions(recipe.instructions), step, first, recipe.steps)
-    save = saver(recipe, formatter, data)
-    trainer = AnchorTrainer(build_model(recipe, checkpoint), training_arguments(recipe), step=step, steps=steps, save=save, schedule_steps=recipe.schedule_steps)
-    if getattr(recipe, "snapshot_steps", 0): trainer.add_callback(Snapshots(recipe.snapshot_steps, save, out))
-    run_trainer(trainer, recipe, checkpoint)
-    return finish(trainer, save, out, data)
+    inputs, out = check_inputs(recipe), Path(recipe.out)
+    if (out/"model"/"facts.json").exists():
+        for folder in checkpoints(out): shutil.rmtree(folder, ignore_errors=True) # of a run that was killed between its last two breaths
+        return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
+    args = training_arguments(recipe)
+    with locked(out) if args.process_index == 0 else nullcontext():
+        save = saver(recipe, inputs.formatter, inputs.data)
+        checkpoint = (checkpoints(out) or [None])[-1]
+        trainer = make_trainer(recipe, inputs, args, save, checkpoint)
+        run_trainer(trainer, recipe, checkpoint)
+        return finish(trainer, save, out, inputs.data)
 
-# %% ../nbs/09_training.ipynb #75634052
+# %% ../nbs/09_training.ipynb #715f7c90
+def make_trainer(recipe: Training, inputs: Inputs, args: TrainingArguments, save, checkpoint: Path | None) -> AnchorTrainer:
+    "Put model, step and data together, at the start or at a checkpoint."
+    if checkpoint: check_checkpoint(checkpoint, len(list(checkpoint.glob("rng_state*"))))
+    step_of = ReconstructionStep if isinstance(recipe, Stage1) else ContrastiveStep
+    step = step_of(recipe, inputs.formatter, recipe.micro_tokens or (16384 if on_gpu() else 1024))
+    first = int(checkpoint.name.split("-")[1]) if checkpoint else 0
+    steps = Steps(inputs.tables, inputs.batches, load_instructions(recipe.instructions), step, first, recipe.steps)
+    trainer = AnchorTrainer(build_model(recipe, checkpoint), args, step=step, steps=steps, save=save, schedule_steps=recipe.schedule_steps)
+    if getattr(recipe, "snapshot_steps", 0): trainer.add_callback(Snapshots(recipe.snapshot_steps, save, Path(recipe.out)))
+    return trainer
+
+# %% ../nbs/09_training.ipynb #1b59b9b9
 def run_trainer(trainer: AnchorTrainer, recipe: Training, checkpoint: Path | None):
     "Train from the beginning or from a checkpoint, with a progress bar."
     out, first = Path(recipe.out), trainer.train_dataset.first
     if trainer.is_world_process_zero():
-        out.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "speed.jsonl"): keep_rows(out/name, last=first)
         shutil.rmtree(out/".writing", ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
@@ -314,11 +362,13 @@ def finish(trainer: AnchorTrainer, save, out: Path, data: dict) -> dict: # facts
     "Write the finished model, with adapters merged, and remove the checkpoints it makes useless."
     trainer.accelerator.wait_for_everyone()
     module = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    parameters = {"parameters": sum(p.numel() for p in module.parameters()), "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad)}
+    count = lambda only_trained: sum(p.numel() for p in module.parameters() if p.requires_grad or not only_trained)
+    facts = dict(data=data, steps=trainer.state.global_step, processes=world()[1], parameters=count(False), trainable=count(True), last=trainer.facts)
     if trainer.is_world_process_zero():
         module.lm = merge_adapters(module.lm)
         save(module, out/".model")
+        (out/".model"/"facts.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         replace_folder(out/".model", out/"model")
         for folder in [*checkpoints(out), out/".writing"]: shutil.rmtree(folder, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    return dict(data=data, steps=trainer.state.global_step, processes=world()[1], **parameters, last=trainer.facts)
+    return facts

@@ -1,6 +1,5 @@
 "What several test files need: a small training recipe, and its run in a process of its own."
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,15 +29,15 @@ def recipe(stage, out, **changes):
     return stage(**usual | changes)
 
 
-def start(recipe, **environment) -> subprocess.Popen:
-    "Train in another process, as a script would."
+def start(recipe, before="") -> subprocess.Popen:
+    "Train in another process, as a script would; `before` is code to run there first."
     arguments = json.dumps([type(recipe).__name__.lower(), as_dict(recipe)])
-    return subprocess.Popen([sys.executable, "-c", RUN, arguments], env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, "-c", before + RUN, arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run(recipe, **environment):
+def run(recipe):
     "Train in another process and wait; fails with its output."
-    process = start(recipe, **environment)
+    process = start(recipe)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output[-3000:]
 

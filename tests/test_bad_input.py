@@ -8,7 +8,7 @@ from anchor_nb.corpora import resolve_model
 from anchor_nb.recipe import Stage1, Stage2
 from anchor_nb.runs import StageError, run_stage, start_run
 from anchor_nb.training import check_inputs, train
-from common import recipe, rows
+from common import recipe, rows, toy_pairs
 
 GOOD = '{"query": "a question", "positive": "an answer"}\n'
 
@@ -112,9 +112,14 @@ def test_data_changed_under_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="trained on other content of mine"): train(settings)
 
 
-def test_stage_notebook_stops_before_its_run_folder(tmp_path):
-    "The same from a stage notebook: the error is the notebook's, and there is no run folder."
-    with pytest.raises(StageError, match="holds no .jsonl or .parquet file"):
-        (tmp_path/"data").mkdir()
-        run_stage("stage1", dict(model="tiny", data=str(tmp_path/"data"), out=str(tmp_path/"out")), output=tmp_path/"stage1.ipynb", log=False)
+@pytest.mark.parametrize("change, expected", [
+    (dict(data="EMPTY"), "holds no .jsonl or .parquet file"),
+    (dict(processes=2, global_batch=9), "global_batch=9 does not divide among 2 processes"),
+    (dict(attention="flash_attention_2"), "attention=auto runs everywhere")], ids=["data", "batch", "attention"])
+def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):
+    "The same from a stage notebook: the error is the notebook's, and there is no run folder that would block the mended command."
+    (tmp_path/"data").mkdir()
+    usual = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"out"))
+    change = {name: str(tmp_path/"data") if value == "EMPTY" else value for name, value in change.items()}
+    with pytest.raises(StageError, match=expected): run_stage("stage1", usual | change, output=tmp_path/"stage1.ipynb", log=False)
     assert not (tmp_path/"out").exists()

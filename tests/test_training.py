@@ -35,32 +35,69 @@ def test_two_processes_are_one(name, tmp_path):
     assert max((one[k] - two[k]).abs().max().item() for k in one) < 1e-6
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_killed_run_is_the_uninterrupted_run(name, tmp_path):
-    "SIGKILL at a random moment, the same command again: metrics and weights are the same bits."
-    stage, settings = STAGES[name]
-    settings = dict(settings, steps=24, save_steps=2, micro_tokens=10_000)
+def weights(out) -> dict:
+    "Every tensor below a run folder, by file and name."
+    return {(str(file.relative_to(out)), name): value for file in sorted(out.rglob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def assert_same_run(one, other):
+    "The same metrics, the same bits in model and snapshots, and nothing left lying about."
+    assert rows(one) == rows(other)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in other.iterdir())
+
+
+def interrupted(stage, settings, tmp_path, kill):
+    "The same recipe uninterrupted, and killed by `kill(process, folder)` and started again."
+    settings = dict(settings, steps=24, save_steps=2)
     if stage is Stage2: settings |= dict(lora_dropout=0.1, snapshot_steps=5)
     run(recipe(stage, tmp_path/"whole", **settings))
-    process, metrics = start(recipe(stage, tmp_path/"killed", **settings)), tmp_path/"killed"/"metrics.jsonl"
-    wanted = random.randint(2, 12)
-    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= wanted): time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill(recipe(stage, tmp_path/"killed", **settings))
     assert not (tmp_path/"killed"/"model").exists(), "the run was faster than its killer; give it more steps"
     run(recipe(stage, tmp_path/"killed", **settings))
-    assert rows(tmp_path/"killed") == rows(tmp_path/"whole")
-    whole, killed = [load_file(tmp_path/which/"model"/"model.safetensors") for which in ("whole", "killed")]
-    assert all(torch.equal(whole[k], killed[k]) for k in whole)
-    assert sorted(p.name for p in (tmp_path/"killed").iterdir()) == sorted(p.name for p in (tmp_path/"whole").iterdir())
+    assert_same_run(tmp_path/"whole", tmp_path/"killed")
 
 
-def test_half_written_checkpoint_is_never_found(tmp_path):
-    "A checkpoint has its name only when it is complete, so a folder left behind by a kill is not resumed from."
-    (tmp_path/".writing"/"checkpoint-4").mkdir(parents=True)
-    (tmp_path/"checkpoint-2").mkdir()
-    (tmp_path/"checkpoint-10").mkdir()
-    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+@pytest.mark.parametrize("name, settings", [("stage1", {}), ("stage2", dict(micro_tokens=10_000)), ("stage2", dict(processes=2, micro_tokens=150))], ids=["stage1", "stage2", "stage2-two-processes-cached"])
+def test_killed_run_is_the_uninterrupted_run(name, settings, tmp_path):
+    "SIGKILL at a random step, the same command again: the same bits. Dropout is on in stage II."
+    wanted = random.randint(3, 12)
+    print("killed after row", wanted)
+    def kill(settings):
+        process, metrics = start(settings), tmp_path/"killed"/"metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= wanted): time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.communicate() # its ranks hold the pipe until they are gone
+    interrupted(STAGES[name][0], STAGES[name][1] | settings, tmp_path, kill)
+
+
+KILL_IN_SAVE = """
+import os, signal
+import anchor_nb.training as training
+def die(part, final):
+    if final.name == "checkpoint-6": os.kill(os.getpid(), signal.SIGKILL)
+    return original(part, final)
+original, training.replace_folder = training.replace_folder, die
+"""
+
+
+def test_kill_while_a_checkpoint_is_written(tmp_path):
+    "The half-written folder is not resumed from, and does not stay."
+    def kill(settings):
+        process = start(settings, before=KILL_IN_SAVE)
+        process.communicate(timeout=300)
+        assert process.returncode == -signal.SIGKILL
+        assert [p.name for p in checkpoints(tmp_path/"killed")] == ["checkpoint-4"] and (tmp_path/"killed"/".writing"/"checkpoint-6").exists()
+    interrupted(*STAGES["stage1"], tmp_path, kill)
+
+
+def test_one_process_uses_one_gpu(tmp_path, monkeypatch):
+    "More than one would be nn.DataParallel, which cuts packed batches apart."
+    from transformers import TrainingArguments
+    from anchor_nb.training import training_arguments
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 8)))
+    assert training_arguments(recipe(Stage1, tmp_path)).n_gpu <= 1
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -74,27 +111,30 @@ def test_pinned_trajectory(name, tmp_path):
     assert found == pytest.approx(pinned[name], rel=1e-6)
 
 
-@pytest.mark.parametrize("switch", [dict(truncation="cut_eos"), dict(target_eos=False), dict(decode_from="sequence"), dict(decode_from="sequence", target_template=True),
-                                    dict(decode_from="sequence", hide_template=True), dict(schedule_steps=100), dict(precision="pure_bf16"), dict(alpha=0.8),
-                                    dict(instruction_format="{instruction}: {text}", instructions="INSTRUCTIONS")], ids=str)
-def test_every_switch_of_stage1_changes_the_run(switch, tmp_path):
+def assert_changes(stage, usual, switch, tmp_path):
+    "The runs with and without a switch differ."
+    from anchor_nb.training import train
+    train(recipe(stage, tmp_path/"usual", **usual))
+    train(recipe(stage, tmp_path/"switched", **usual | switch))
+    assert [row["loss"] for row in rows(tmp_path/"usual")] != [row["loss"] for row in rows(tmp_path/"switched")]
+
+
+SEQUENCE = dict(decode_from="sequence")
+SWITCHES1 = [({}, dict(truncation="cut_eos")), ({}, dict(target_eos=False)), ({}, SEQUENCE), (SEQUENCE, dict(target_template=True)), (SEQUENCE, dict(hide_template=True)),
+             ({}, dict(schedule_steps=100)), ({}, dict(schedule="constant")), ({}, dict(precision="pure_bf16")), ({}, dict(alpha=0.8)), ({}, dict(weight_decay=0.5)),
+             ({}, dict(template="plain")), ({}, dict(eos="<|endoftext|>")), ({}, dict(instruction_format="{instruction}: {text}")), ({}, dict(instructions="none")), ({}, dict(seed=1))]
+
+
+@pytest.mark.parametrize("usual, switch", SWITCHES1, ids=[str(switch) for _, switch in SWITCHES1])
+def test_every_switch_of_stage1_changes_the_run(usual, switch, tmp_path):
     "A switch that leaves the trajectory alone is not wired."
     (tmp_path/"instructions.yaml").write_text("toy: Find the text\n")
-    usual = dict(steps=5, max_length=24)
-    if "instructions" in switch: usual["instructions"] = switch["instructions"] = str(tmp_path/"instructions.yaml")
-    from anchor_nb.training import train
-    train(recipe(Stage1, tmp_path/"usual", **usual))
-    train(recipe(Stage1, tmp_path/"switched", **usual | switch))
-    assert [row["loss"] for row in rows(tmp_path/"usual")] != [row["loss"] for row in rows(tmp_path/"switched")]
+    assert_changes(Stage1, dict(steps=5, max_length=24, instructions=str(tmp_path/"instructions.yaml")) | usual, switch, tmp_path)
 
 
-@pytest.mark.parametrize("switch", [dict(temperature=0.02), dict(mask_false_negatives=False), dict(lora_dropout=0.05), dict(lora_rank=4), dict(negatives=0)], ids=str)
+@pytest.mark.parametrize("switch", [dict(temperature=0.02), dict(mask_false_negatives=False), dict(lora_dropout=0.05), dict(lora_rank=4), dict(lora_alpha=8), dict(negatives=0)], ids=str)
 def test_every_switch_of_stage2_changes_the_run(switch, tmp_path):
-    from anchor_nb.training import train
-    usual = dict(steps=4, global_batch=64, negatives=2, micro_tokens=10_000)
-    train(recipe(Stage2, tmp_path/"usual", **usual))
-    train(recipe(Stage2, tmp_path/"switched", **usual | switch))
-    assert [row["loss"] for row in rows(tmp_path/"usual")] != [row["loss"] for row in rows(tmp_path/"switched")]
+    assert_changes(Stage2, dict(steps=4, global_batch=64, negatives=2, micro_tokens=10_000), switch, tmp_path)
 
 
 def test_stage1_learns(tmp_path):
