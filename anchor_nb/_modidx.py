@@ -318,7 +318,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'anchor_nb.runs.checked': ('runs.html#checked', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.code_version': ('runs.html#code_version', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.command_line': ('runs.html#command_line', 'anchor_nb/runs.py'),
-                                'anchor_nb.runs.data_facts': ('runs.html#data_facts', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.declared': ('runs.html#declared', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.differences': ('runs.html#differences', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.eval_literal': ('runs.html#eval_literal', 'anchor_nb/runs.py'),

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['LEFTOVERS', 'KEY', 'TYPES', 'write_text', 'write_json', 'read_json', 'package_folder', 'git', 'code_version',
-           'library_versions', 'gpu_names', 'machine', 'file_facts', 'data_facts', 'notebook_defaults', 'command_line',
-           'settings_of', 'recipe_sha256', 'now', 'new_manifest', 'differences', 'read_manifest', 'start_run',
-           'peak_memory', 'peak_gpu_memory', 'finish_run', 'without_torn_line', 'append_rows', 'read_row', 'read_rows',
-           'frame', 'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal',
-           'StageError', 'reason_of', 'execute', 'run_stage']
+           'library_versions', 'gpu_names', 'machine', 'file_facts', 'notebook_defaults', 'command_line', 'settings_of',
+           'recipe_sha256', 'now', 'new_manifest', 'differences', 'read_manifest', 'start_run', 'peak_memory',
+           'peak_gpu_memory', 'finish_run', 'without_torn_line', 'append_rows', 'read_row', 'read_rows', 'frame',
+           'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal', 'StageError',
+           'reason_of', 'execute', 'run_stage']
 
 # %% ../nbs/15_runs.ipynb #eb365c67
 import ast
@@ -109,14 +109,6 @@ def file_facts(path: Path, # any file
             lines, size = lines + block.count(b"\n"), size + len(block)
     return dict(sha256=digest.hexdigest(), bytes=size, rows=lines)
 
-def data_facts(path: Path, # a file, or a folder of JSONL, TSV or parquet files
-              ) -> dict:   # path as text -> facts
-    "What identifies a data set; FileNotFoundError when there is nothing."
-    path = Path(path)
-    found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".tsv", ".parquet"))
-    if not found: raise FileNotFoundError(f"{path}: no such file, or a folder without .jsonl, .tsv or .parquet files")
-    return {str(p): file_facts(p) for p in found}
-
 # %% ../nbs/15_runs.ipynb #0a65f995
 def notebook_defaults(cls: type, # a recipe
                      ) -> dict:  # field -> value
@@ -179,7 +171,7 @@ LEFTOVERS = ("metrics.jsonl", "model", "snapshots", "checkpoint-*") # what only 
 
 def start_run(out: Path,          # the run folder
               recipe,             # the stage's settings
-              data: dict = None,  # `data_facts` of the training data, to notice when it changes
+              data: dict = None,  # name -> {sha256, ...} of the training data, to notice when it changes
              ) -> str:            # new, resume or done
     "Open a run folder and say what is to be done there; ValueError when it belongs to another run. Call it in one process only."
     out = Path(out)

@@ -138,10 +138,10 @@ def test_code_outside_a_checkout_is_known_by_its_version(tmp_path, monkeypatch):
 def test_data_that_changed_is_noticed(tmp_path):
     data = tmp_path/"pairs.jsonl"
     data.write_text('{"query": "a"}\n')
-    runs.start_run(tmp_path/"r", stage("stage1"), data=runs.data_facts(data))
-    assert runs.start_run(tmp_path/"r", stage("stage1"), data=runs.data_facts(data)) == "resume"
+    runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: runs.file_facts(data)})
+    assert runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: runs.file_facts(data)}) == "resume"
     data.write_text('{"query": "b"}\n')
-    with pytest.raises(ValueError, match="pairs.jsonl has changed since"): runs.start_run(tmp_path/"r", stage("stage1"), data=runs.data_facts(data))
+    with pytest.raises(ValueError, match="pairs.jsonl has changed since"): runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: runs.file_facts(data)})
 
 
 # ---- strict stages ----
