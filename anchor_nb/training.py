@@ -308,8 +308,8 @@ def check_same_run(folder: Path, recipe: Training, data: dict):
     before, here = json.loads((folder/"anchor_nb.json").read_text(encoding="utf-8")), json.loads(json.dumps(identity(recipe)))
     if changed := [name for name in {**before["data"], **data} if before["data"].get(name) != data.get(name)]:
         raise ValueError(f"{folder} was trained on other content of {', '.join(changed)}; put the old files back, or choose another out")
-    if changed := [name for name in here if before["recipe"].get(name) != here[name]]:
-        raise ValueError(f"{folder} belongs to a run with other {', '.join(changed)}; choose another out, or delete that folder to start over")
+    if changed := [f"{name} is {before['recipe'].get(name)!r} there and {here[name]!r} here" for name in here if before["recipe"].get(name) != here[name]]:
+        raise ValueError(f"{folder} is of another run: {'; '.join(changed)}; choose another out, or delete that folder to start over")
 
 # %% ../nbs/09_training.ipynb #955e1b98
 @contextmanager
