@@ -435,7 +435,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'anchor_nb.training.build_model': ('training.html#build_model', 'anchor_nb/training.py'),
                                     'anchor_nb.training.check_checkpoint': ('training.html#check_checkpoint', 'anchor_nb/training.py'),
                                     'anchor_nb.training.check_inputs': ('training.html#check_inputs', 'anchor_nb/training.py'),
-                                    'anchor_nb.training.check_same_run': ('training.html#check_same_run', 'anchor_nb/training.py'),
+                                    'anchor_nb.training.check_same_data': ('training.html#check_same_data', 'anchor_nb/training.py'),
                                     'anchor_nb.training.checkpoints': ('training.html#checkpoints', 'anchor_nb/training.py'),
                                     'anchor_nb.training.finish': ('training.html#finish', 'anchor_nb/training.py'),
                                     'anchor_nb.training.keep_rows': ('training.html#keep_rows', 'anchor_nb/training.py'),
