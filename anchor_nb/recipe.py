@@ -160,21 +160,25 @@ class Prepare(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Recipe):
-    "Score models and their snapshots on retrieval sets into the ledger."
-    models: dict = setting({}, "label: run folder, model folder or short name", "figure 3: untrained, stage I, stage II, both")
-    tasks: list = setting([], "folders of evaluation sets")
-    out: str = setting("", "folder of the ledger and the per-query scores", how=True)
-    queries: int = setting(0, "queries kept of each set; 0: all", "ours: for small machines")
-    documents: int = setting(0, "documents kept of each set; 0: all", "ours: for small machines")
+    "Score models and their snapshots on benchmarks and tasks of mteb, into the ledger."
+    models: dict = setting({}, "label: run folder, model folder, hub id or short name; a list of them for several seeds; or a dictionary with model, library, pooling, template", "figure 3: untrained, stage I, stage II, both")
+    benchmark: str = setting("", "a benchmark by name, such as local, paper15, paper56 or beir14; `anchor-nb benchmarks` lists them", "paper: MTEB, 56 tasks, and a subset of 15")
+    tasks: list = setting([], "tasks by name, and folders of evaluation sets")
+    out: str = setting("", "folder of the ledger, the values of the single queries and mteb's results", how=True)
+    queries: int = setting(0, "queries kept of each folder; 0: all", "ours: for small machines")
+    documents: int = setting(0, "documents kept of each folder; 0: all", "ours: for small machines")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512")
-    instructions: str = setting("task", "task: queries carry their task's instruction; none: nothing does", "paper: table 13", ("task", "none"))
-    bm25: bool = setting(True, "score BM25 as a yardstick", "ours")
+    instructions: str = setting("paper", "paper (table 13, else the task's own), mteb, none, or a YAML file of task: instruction", "table 13")
+    rerank_documents_instructed: bool = setting(False, "put the instruction before the documents of reranking tasks too", "authors: queries only; GritLM and LLM2Vec: both sides")
+    data_root: str = setting("", "folder with local copies of hub datasets, as owner/name; empty: none", how=True)
+    bm25: bool = setting(True, "score BM25 as a yardstick, on the tasks that rank documents", "ours")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2")
+    devices: list = setting([], "devices to encode on, such as cuda:0 and cuda:1; empty: one GPU if there is any, else the CPU", how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", "ours: changes nothing but speed and memory", how=True)
     seed: int = setting(0, "decides which queries and documents are kept", "ours")
 
     def problems(self):
-        return [(not self.tasks, "tasks is empty; name at least one folder of an evaluation set, such as prepare writes under eval/"),
+        return [(not self.tasks and not self.benchmark, "tasks and benchmark are empty; name a benchmark, a task, or a folder of an evaluation set, such as prepare writes under eval/"),
                 (not self.models and not self.bm25, "models is empty and bm25 is false; name a model as {label: folder}"),
                 (not self.out, "out is empty; name the folder of the ledger"),
                 (not self.max_length > 0, f"max_length must be over 0, it is {self.max_length}")]

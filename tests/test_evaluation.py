@@ -1,15 +1,25 @@
-"Properties of the evaluation over many generated tasks; the notebook holds the examples and the naive references."
+"Evaluation on generated tasks, on every task type of mteb, and through kills, failures and retrained models."
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.evaluation import (METRICS, Retrieval, bm25, bootstrap, checkpoints, draw, evaluate, measure, paired_bootstrap, rank,
-                                  read_retrieval, relevant, scores, subset)
+from anchor_nb.corpora import build_corpus, resolve_model
+from anchor_nb.embedder import AnchorEmbedder
+from anchor_nb.evaluation import Candidate, Encoder, METRICS, candidates, evaluate_task, load, meta, revision
+from anchor_nb.runs import read_rows
+from anchor_nb.tasks import Retrieval, as_task
 
 WORDS = "moon tide bread flour compiler code sea water baker moonlight".split()
+COMMAND = Path(sys.executable).with_name("anchor-nb")
 
 
 @st.composite
@@ -25,29 +35,17 @@ def tasks(build):
     return Retrieval("generated", "", {d: build(text) for d in documents}, {q: build(text) for q in queries}, qrels)
 
 
-class Letters:
-    "Letter counts: crude, so that many documents tie."
-
-    def encode_document(self, texts):
-        vectors = np.array([[text.count(letter) for letter in "aeio"] for text in texts], dtype=np.float32) + 0.01
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-    def encode_query(self, texts, instruction=""): return self.encode_document(texts)
+def letters(texts, instruction, side):
+    "Letter counts."
+    vectors = np.array([[text.count(letter) for letter in "aeiontbdlu"] for text in texts], dtype=np.float32) + 0.01
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-class Perfect:
-    "Places each query on its relevant documents."
-
-    def __init__(self, task): self.task = task
-
-    def encode_document(self, texts): return np.eye(len(texts), dtype=np.float32)
-
-    def encode_query(self, texts, instruction=""):
-        return np.array([[self.task.qrels[q].get(d, 0) for d in sorted(self.task.corpus)] for q in sorted(self.task.queries)], dtype=np.float32)
+def crude(): return Encoder(letters, meta(Candidate("letters", "letters"), "1"))
 
 
 def shuffle(task, seed):
-    "The same task with its files in another order."
+    "The same task with its documents and queries in another order."
     def mixed(d):
         items = list(d.items())
         random.Random(seed).shuffle(items)
@@ -55,142 +53,113 @@ def shuffle(task, seed):
     return Retrieval(task.name, task.instruction, mixed(task.corpus), mixed(task.queries), {q: mixed(j) for q, j in mixed(task.qrels).items()})
 
 
-@settings(max_examples=60, deadline=None)
-@given(tasks())
-def test_metrics_lie_between_0_and_1(task):
-    for found in (evaluate(Letters(), task), measure(bm25(task), task)):
-        assert found.per_query.keys() == METRICS.keys()
-        for values in found.per_query.values():
-            assert values.keys() == task.queries.keys()
-            assert all(0 <= value <= 1 for value in values.values())
-        means = found.means
-        assert means["recall_at_1"] <= means["recall_at_10"] <= means["recall_at_100"]
+@settings(max_examples=15, deadline=None)
+@given(task=tasks(), seed=st.integers(0, 99))
+def test_metrics_lie_between_0_and_1_and_order_changes_nothing(tmp_path_factory, task, seed):
+    found, other = [evaluate_task(crude(), as_task(t), tmp_path_factory.mktemp("cache")) for t in (task, shuffle(task, seed))]
+    assert set(found.metrics) == set(METRICS) and all(0 <= value <= 1 for value in found.metrics.values())
+    assert found.metrics["recall_at_1"] <= found.metrics["recall_at_10"] <= found.metrics["recall_at_100"]
+    assert found.metrics == pytest.approx(other.metrics, abs=1e-9) and found.items == other.items
+    assert len(found.items["values"]) == len(task.queries)
+    assert np.mean(list(found.items["values"].values())) == pytest.approx(found.score, abs=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
-@given(tasks(), st.integers(0, 99))
-def test_the_order_of_the_files_changes_nothing(task, seed):
-    other = shuffle(task, seed)
-    assert evaluate(Letters(), task) == evaluate(Letters(), other)
-    assert bm25(task) == bm25(other)
-    cut, same = subset(task, 2, 3, seed), subset(other, 2, 3, seed)
-    assert (cut.corpus, cut.queries, cut.qrels) == (same.corpus, same.queries, same.qrels)
+def test_every_type_of_text_task_runs():
+    import mteb
+    embedder = AnchorEmbedder.from_pretrained("tiny", max_length=64)
+    encoder = Encoder(lambda texts, instruction, side: embedder.encode(texts, instruction), meta(Candidate("tiny", "tiny"), "1", n_parameters=1))
+    result = mteb.mock_run(encoder)
+    assert result.all_passed, result
 
 
-@settings(max_examples=40, deadline=None)
-@given(tasks())
-def test_a_perfect_embedder_scores_1(task):
-    means = evaluate(Perfect(task), task).means
-    assert means["mrr_at_10"] == 1 and means["recall_at_10"] == 1
-    assert means["ndcg_at_10"] == pytest.approx(1, abs=1e-6)
+@pytest.mark.registry
+def test_peers_get_the_score_that_mteb_gives_them(tmp_path):
+    from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
+    rows = [json.loads(line) for line in (build_corpus("toy")/"eval"/"corpus.jsonl").read_text().splitlines()]
+    corpus = {row["_id"]: row["text"] for row in rows[:60]}
+    task = as_task(Retrieval("toy", "", corpus, {i: text.split(".")[0] for i, text in list(corpus.items())[:20]}, {i: {i: 1} for i in list(corpus)[:20]}))
+    one = candidates({"minilm": "minilm"})[0]
+    ours = evaluate_task(load(one, revision(one)), task, tmp_path/"ours")
+    theirs = evaluate_task(SentenceTransformerEncoderWrapper(resolve_model("minilm")), task, tmp_path/"theirs")
+    assert one.library == "sentence-transformers" and ours.metrics == pytest.approx(theirs.metrics, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
-@given(tasks(), st.integers(0, 7), st.integers(0, 32), st.integers(0, 5))
-def test_a_cut_keeps_what_it_needs(task, queries, documents, seed):
-    cut = subset(task, queries, documents, seed)
-    needed = {d for q in cut.queries for d in relevant(task.qrels[q])}
-    assert len(cut.queries) == (min(queries, len(task.queries)) or len(task.queries))
-    assert needed <= cut.corpus.keys() <= task.corpus.keys()
-    assert len(cut.corpus) == (max(len(needed), min(documents, len(task.corpus))) if documents else len(task.corpus))
-    assert all(relevant(cut.qrels[q]) == relevant(task.qrels[q]) for q in cut.queries)
+# ---- through the command line ----
+
+def write_set(folder, name, instruction=""):
+    "A set of ten documents in the BEIR layout."
+    folder.mkdir(parents=True)
+    lines = lambda rows: "".join(json.dumps(row) + "\n" for row in rows)
+    (folder/"corpus.jsonl").write_text(lines({"_id": f"d{n}", "title": "", "text": f"{word} {name}"} for n, word in enumerate(WORDS)))
+    (folder/"queries.jsonl").write_text(lines({"_id": f"q{n}", "text": word} for n, word in enumerate(WORDS[:3])))
+    (folder/"qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{n}\td{n}\t1\n" for n in range(3)))
+    (folder/"task.json").write_text(json.dumps(dict(name=name, instruction=instruction, license="CC0", source="made up")))
+    return str(folder)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 45), st.integers(1, 50), st.integers(0, 10**6))
-def test_blocks_and_depth_never_show(documents, queries, k, block, seed):
-    generator = np.random.default_rng(seed)
-    q, d = generator.integers(-1, 2, (queries, 3)).astype(np.float32), generator.integers(-1, 2, (documents, 3)).astype(np.float32)
-    positions, values = rank(q, d, k, block)
-    whole = rank(q, d, documents)
-    assert np.array_equal(positions, whole[0][:, :k]) and np.array_equal(values, whole[1][:, :k])
-    assert (np.diff(values) <= 0).all()
+def evaluate(folder, *words):
+    "The command in a process of its own."
+    return subprocess.run([COMMAND, "evaluate", *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-def test_copies_of_a_document_tie_whatever_their_place():
-    generator = np.random.default_rng(0)
-    vectors = generator.normal(size=(300, 64)).astype(np.float32)
-    vectors[[17, 133, 299]] = vectors[5]
-    positions, values = rank(vectors[5:6], vectors, k=4, block=37)
-    assert positions.tolist() == [[5, 17, 133, 299]] and len(set(values[0])) == 1
+def main_rows(folder): return [(row["label"], row["task"]) for row in read_rows(folder/"runs/evaluate/ledger.jsonl") if row["main"]]
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.integers(0, 5))
-def test_a_bootstrap_interval_holds_the_mean(values, seed):
-    found = bootstrap(values, seed, samples=500)
-    assert min(values) - 1e-9 <= found.low <= found.high <= max(values) + 1e-9
-    assert found == bootstrap(values, seed, samples=500)
+@pytest.fixture(scope="module")
+def half_failed(tmp_path_factory):
+    "Two tasks, one of which has an instruction too long for the length."
+    folder = tmp_path_factory.mktemp("half")
+    good, bad = write_set(folder/"good", "good", "Find it"), write_set(folder/"bad", "bad", "word " * 200)
+    return folder, ["tiny", "--task", bad, "--task", good, "-p", "max_length=64", "--json"]
 
 
-def test_the_interval_covers_the_truth_about_95_times_in_100():
-    generator, hits = np.random.default_rng(0), 0
-    for trial in range(200):
-        found = bootstrap(generator.normal(0.3, 0.2, 60), seed=trial, samples=500)
-        hits += found.low <= 0.3 <= found.high
-    assert 180 <= hits <= 199
+def test_one_failing_task_is_reported_and_the_others_are_scored(half_failed):
+    folder, words = half_failed
+    result = evaluate(folder, *words)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert result.returncode == 1 and "bad: FAILED, ValueError: max_length=64: the instruction" in result.stdout
+    assert last["mean"] is None and last["tasks"]["bad"] is None and 0 <= last["tasks"]["good"] <= 1
+    assert len(last["failed"]) == 1 and "tiny, step 0, bad" in last["failed"][0]
+    assert main_rows(folder) == [("tiny", "good")]
 
 
-def test_a_draw_is_the_same_on_every_machine():
-    assert draw([f"d{n}" for n in range(8)], 4, seed=42) == ["d4", "d7", "d1", "d5"]
+def test_the_same_command_tries_only_what_is_missing(half_failed):
+    folder, words = half_failed
+    if not (folder/"runs").exists(): evaluate(folder, *words)
+    (folder/"bad"/"task.json").write_text(json.dumps(dict(name="bad", instruction="short", license="CC0", source="made up")))
+    result = evaluate(folder, *words)
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert result.returncode == 0 and "1 scores to compute" in result.stdout and last["failed"] == []
+    assert main_rows(folder) == [("tiny", "good"), ("tiny", "bad")]
+    assert last["mean"] == pytest.approx(sum(last["tasks"].values()) / 2) and last["by_type"] == {"Retrieval": last["mean"]}
 
 
-def test_a_silent_system_gains_nothing():
-    qrels = {"a": {"d": 1}, "b": {"d": 1}}
-    assert scores({"a": ["d"]}, qrels)["ndcg_at_10"] == {"a": 1.0, "b": 0.0}
+def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
+    words = ["tiny", "--benchmark", "local-quick", "-p", "max_length=64"]
+    process = subprocess.Popen([COMMAND, "evaluate", *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    ledger, deadline = tmp_path/"runs/evaluate/ledger.jsonl", time.monotonic() + 300
+    while not (ledger.exists() and ledger.stat().st_size) and process.poll() is None and time.monotonic() < deadline: time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(4) # the kernel is a session of its own, and ends when it sees that its parent is gone
+    before = main_rows(tmp_path)
+    result = evaluate(tmp_path, *words, "--json")
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert 0 < len(before) < len(last["tasks"]) and main_rows(tmp_path)[:len(before)] == before
+    assert f"{len(last['tasks']) - len(before)} scores to compute" in result.stdout
+    assert len(main_rows(tmp_path)) == len(set(main_rows(tmp_path))) == len(last["tasks"])
+    assert last["mean"] == pytest.approx(np.mean(list(last["tasks"].values())))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    "A small set on disk in the BEIR layout."
-    (tmp_path/"corpus.jsonl").write_text('{"_id": "d1", "title": "T", "text": "one"}\n\n{"_id": "d2", "title": "", "text": ""}\n', encoding="utf-8")
-    (tmp_path/"queries.jsonl").write_text('{"_id": "q1", "text": "ein Kühlschrank"}\n', encoding="utf-8")
-    (tmp_path/"qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n", encoding="utf-8")
-    (tmp_path/"task.json").write_text(json.dumps(dict(name="t", instruction="", license="CC0", source="made up")), encoding="utf-8")
-    return tmp_path
-
-
-def test_a_folder_is_read_as_it_is(folder):
-    task = read_retrieval(folder)
-    assert task.corpus == {"d1": "T one", "d2": ""} and task.queries == {"q1": "ein Kühlschrank"} and task.qrels == {"q1": {"d1": 1}}
-    (folder/"qrels.tsv").write_bytes(b"query-id\tcorpus-id\tscore\r\nq1\td1\t1\r\n")
-    assert read_retrieval(folder) == task
-
-
-@pytest.mark.parametrize("name, content, message", [
-    ("corpus.jsonl", '{"_id": "d1"}\n', 'corpus.jsonl:1: field "text" is missing'),
-    ("corpus.jsonl", '{"_id": "d1", "text": null}\n', 'corpus.jsonl:1: field "text" is no text'),
-    ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": "d1", "text": "y"}\n', 'corpus.jsonl:2: field "_id" repeats'),
-    ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": \n', "corpus.jsonl:2: no JSON"),
-    ("corpus.jsonl", "", 'unknown document'),
-    ("queries.jsonl", '{"_id": "q1", "text": "  "}\n', 'queries.jsonl:1: field "text" is empty'),
-    ("queries.jsonl", "[1]\n", "queries.jsonl:1: no JSON object"),
-    ("queries.jsonl", "", "unknown query"),
-    ("qrels.tsv", "", "qrels.tsv:1: no header"),
-    ("qrels.tsv", "query-id\tcorpus-id\tscore\n", "no query has a relevant document"),
-    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "qrels.tsv:2: 1 fields"),
-    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\td1\t1.5\n", 'qrels.tsv:2: field "score"'),
-    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\tnone\t1\n", "unknown document 'none'"),
-    ("task.json", "{", "task.json: no JSON"),
-    ("task.json", "[]", 'task.json: field "name"'),
-    ("task.json", '{"name": "t", "instruction": 3}', 'task.json: field "instruction"'),
+@pytest.mark.parametrize("words, message", [
+    (["tiny", "--benchmark", "papr15"], "paper15"),
+    (["tiny", "--task", "SciFacts"], "SciFact"),
+    (["tiny", "--task", "SciFact"], "mteb/scifact"),
+    (["tiny"], "tasks and benchmark are empty"),
+    (["no/such/model", "--benchmark", "local-quick"], "no model folder"),
 ])
-def test_a_malformed_file_is_named_with_line_and_field(folder, name, content, message):
-    (folder/name).write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError) as error: read_retrieval(folder)
-    assert message in str(error.value) and str(folder) in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels.tsv", "task.json"])
-def test_a_missing_file_is_named(folder, name):
-    (folder/name).unlink()
-    with pytest.raises(FileNotFoundError, match=name): read_retrieval(folder)
-
-
-def test_different_queries_cannot_be_paired():
-    with pytest.raises(ValueError, match="same cut"): paired_bootstrap({"a": 1.0}, {"b": 1.0})
-
-
-def test_an_unfinished_run_is_not_evaluated(tmp_path):
-    (tmp_path/"run.json").write_text('{"stage": "stage1", "status": "running", "recipe": {"steps": 3}}')
-    with pytest.raises(ValueError, match="run.json: the run is running"): checkpoints(str(tmp_path))
+def test_bad_input_is_named_before_a_model_is_loaded(tmp_path, words, message):
+    result = evaluate(tmp_path, *words) if len(words) > 1 else evaluate(tmp_path, *words, "-p", "tasks=[]", "-p", "benchmark=")
+    assert result.returncode == 1 and message in result.stderr, result.stderr
+    assert not (tmp_path/"runs/evaluate/ledger.jsonl").exists()

@@ -6,10 +6,13 @@ import sys
 import pytest
 
 from anchor_nb import figures, report, runs
-from anchor_nb.evaluation import METRICS, Retrieval, bm25, evaluation_file, ledger_rows, measure, save_evaluation
+from anchor_nb.evaluation import METRICS, Candidate, Evaluation, save_evaluation
+from anchor_nb.scoring import evaluation_file, ledger_rows
+from anchor_nb.tasks import Retrieval
 
 TASK = Retrieval("toy", "", {f"d{n}": word for n, word in enumerate("moon tide bread flour sea".split())},
                  {"q1": "moon", "q2": "sea salt"}, {"q1": {"d0": 1}, "q2": {"d4": 1}})
+FOUND = Evaluation("toy", "Retrieval", "ndcg_at_10", dict.fromkeys(METRICS, 0.5), "1", 2, 5, 1.0, dict(statistic="mean", values={"q1": 1.0, "q2": 0.0}))
 LABELS = {"untrained": 0, "stage1": 0, "baseline": 4, "anchor": 4, "bm25": 0}
 
 
@@ -27,8 +30,8 @@ def write_set(folder):
 def write_pipeline(folder, labels):
     "What a pipeline leaves behind, for some of its systems."
     for label in labels:
-        rows = ledger_rows(measure(bm25(TASK), TASK), label, LABELS[label], 0, label, "", 0 if label == "bm25" else 64)
-        save_evaluation(measure(bm25(TASK), TASK), folder/"per_query"/evaluation_file(rows[0]))
+        rows = ledger_rows(FOUND, Candidate(label, label, LABELS[label], library="bm25" if label == "bm25" else "anchor_nb"), label, seed=0, max_length=64, instructions="paper")
+        save_evaluation(FOUND, folder/"per_query"/evaluation_file(rows[0]))
         runs.append_rows(folder/"ledger.jsonl", rows)
         if label in ("untrained", "bm25"): continue
         stage = "stage1" if label == "stage1" else "stage2"
@@ -65,7 +68,7 @@ def test_a_report_of_nothing_says_so(tmp_path):
     executed = runs.run_stage("report", dict(out=str(tmp_path/"empty"), title="Empty & new", note="Nothing yet."), log=False)
     page = report.report_html(executed, tmp_path/"report.html").read_text(encoding="utf-8")
     assert "Empty &amp; new" in page and "Nothing yet." in page
-    assert page.count("not run") == 5 and "no run has left a manifest" in page
+    assert page.count("not run") == 6 and "no run has left a manifest" in page
     assert "<script" not in page and "import" not in page
 
 
@@ -88,16 +91,17 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path):
     ledger = tmp_path/"out"/"ledger.jsonl"
     whole = ledger.read_text()
     assert [row["metric"] for row in runs.read_rows(ledger)] == list(METRICS)
+    assert json.loads((tmp_path/"out"/"summary.json").read_text())["models"]["bm25"]["tasks"].keys() == {"toy"}
     runs.run_stage("evaluate", parameters, log=False)
     assert ledger.read_text() == whole
-    ledger.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    ledger.write_text("")
     runs.run_stage("evaluate", parameters, log=False)
-    assert len(runs.read_rows(ledger)) == 2 + len(METRICS)
+    assert [row["metric"] for row in runs.read_rows(ledger)] == list(METRICS)
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (dict(tasks=["no/such/folder"]), runs.StageError, "corpus.jsonl is missing"),
-    (dict(tasks=[]), ValueError, "tasks is empty"),  # the recipe refuses it before a notebook starts
+    (dict(tasks=["no/such/folder"]), runs.StageError, "no/such/folder"),
+    (dict(tasks=[]), ValueError, "tasks and benchmark are empty"),  # the recipe refuses it before a notebook starts
     (dict(models={"anchor": "UNFINISHED"}), runs.StageError, "the run is running"),
 ])
 def test_evaluation_refuses_bad_input_before_it_loads_a_model(tmp_path, change, error, message):
