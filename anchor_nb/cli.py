@@ -132,11 +132,12 @@ def model_label(model: str) -> str: # runs/paper/anchor/model -> anchor
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 def evaluate_parameters(model: str, benchmark: str, tasks: list, given: dict) -> dict:
-    "Parameters of the stage from the words of the command; what is given by name comes first."
-    if not (model or benchmark or tasks): return given
-    usual = {f.name: default(f) for f in fields(RECIPES["evaluate"])} | dict(out="runs/evaluate", bm25=False, snapshots=False)
-    named = dict(models={model_label(model): model}) if model else {}
-    return usual | named | dict(benchmark=benchmark, tasks=list(tasks)) | given
+    "Parameters of the stage from the words of the command; what is given by name comes first. Whoever says what to score gets nothing of the smoke run."
+    words = dict(models={model_label(model): model}, bm25=False, snapshots=False) if model else {}
+    words |= dict(benchmark=benchmark) if benchmark else {}
+    words |= dict(tasks=list(tasks)) if tasks else {}
+    if not {"models", "benchmark", "tasks"} & {*words, *given}: return given
+    return {f.name: default(f) for f in fields(RECIPES["evaluate"])} | dict(out="runs/evaluate") | words | given
 
 # %% ../nbs/17_cli.ipynb #414f9837
 def print_outcome(out: str):

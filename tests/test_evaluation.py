@@ -160,6 +160,6 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     (["no/such/model", "--benchmark", "local-quick"], "no model folder"),
 ])
 def test_bad_input_is_named_before_a_model_is_loaded(tmp_path, words, message):
-    result = evaluate(tmp_path, *words) if len(words) > 1 else evaluate(tmp_path, *words, "-p", "tasks=[]", "-p", "benchmark=")
+    result = evaluate(tmp_path, *words)
     assert result.returncode == 1 and message in result.stderr, result.stderr
     assert not (tmp_path/"runs/evaluate/ledger.jsonl").exists()
