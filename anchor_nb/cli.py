@@ -6,7 +6,7 @@
 __all__ = ['app', 'Parameters', 'Preset', 'ParameterFile', 'Output', 'DryRun', 'Quiet', 'Model', 'Benchmark', 'Task', 'AsJson',
            'readable_errors', 'read_pairs', 'read_parameter_file', 'gather', 'first_line', 'list_stages',
            'list_presets', 'parameter_help', 'show', 'add_stage', 'model_label', 'evaluate_parameters', 'print_outcome',
-           'evaluate', 'list_benchmarks', 'show_plan', 'pipeline', 'demo', 'main']
+           'evaluate', 'list_benchmarks', 'paper_tables', 'show_plan', 'pipeline', 'demo', 'main']
 
 # %% ../nbs/17_cli.ipynb #a03eba8a
 import json
@@ -169,6 +169,20 @@ def list_benchmarks(name: Annotated[str, typer.Argument(help="show the tasks of 
         if not name: lines = [f"{key:14} {about}" for key, about in benchmarks.names().items()]
         else: lines = [f"{task.metadata.name:42} {task.metadata.type:20} {task.metadata.main_score}" for task in benchmarks.find_tasks(name)]
     typer.echo("\n".join(lines))
+
+# %% ../nbs/17_cli.ipynb #a7be1d06
+@app.command("tables")
+def paper_tables(ledger: Annotated[Path, typer.Argument(help="a ledger.jsonl, or the folder it lies in")],
+                 base: Annotated[str, typer.Option("--base", help="the backbone of our runs, as the paper calls it or as a hub id")] = "",
+                 every: Annotated[bool, typer.Option("--all", help="list what was not run too")] = False):
+    "The paper's tables beside the scores of a ledger: value, difference, verdict."
+    from anchor_nb.runs import read_rows
+    from anchor_nb.tables import expected_vs_obtained
+    with readable_errors(): found = expected_vs_obtained(read_rows(ledger/"ledger.jsonl" if ledger.is_dir() else ledger), base)
+    for number, lines in found.groupby("table", sort=False):
+        run, counts = lines if every else lines[lines["verdict"] != "not run"], lines["verdict"].value_counts()
+        typer.echo(f"table {number}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
+        if len(run): typer.echo(run.drop(columns="table").to_string(index=False, na_rep="", float_format="{:.2f}".format))
 
 # %% ../nbs/17_cli.ipynb #b0227d1d
 def show_plan(preset: str, out: Path, overrides: dict):

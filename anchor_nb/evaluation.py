@@ -116,8 +116,9 @@ def weights_of(source: str) -> str: # files of a folder, or the commit of a hub 
         base = stored_facts(found).get("base") if (Path(found)/"adapter_config.json").is_file() else ""
         return fingerprint(found) + (weights_of(base) if base else "")
     from huggingface_hub import HfApi, try_to_load_from_cache
-    cached = try_to_load_from_cache(found, "config.json")
-    return f"{found}@{Path(cached).parent.name if isinstance(cached, str) else HfApi().model_info(found).sha}"
+    if isinstance(cached := try_to_load_from_cache(found, "config.json"), str): return f"{found}@{Path(cached).parent.name}"
+    try: return f"{found}@{HfApi().model_info(found).sha}"
+    except Exception as error: raise ValueError(f"{found} is no folder and not in the hub's cache, and the hub gives no answer ({type(error).__name__}); name a folder, or connect this machine once") from None
 
 def number_type() -> str:
     "What our embedders compute in on this machine, as `AnchorEmbedder.from_pretrained` decides it."

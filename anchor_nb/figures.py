@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SYSTEMS', 'PAPER_NAMES', 'PAPER_MODELS', 'PAPER_SHADE', 'OTHERS', 'METRIC_NAMES', 'STARTS', 'system', 'spread',
-           'smooth', 'stage1_losses', 'stage2_losses', 'throughput', 'points', 'metric_of', 'finals', 'interval',
-           'load_per_query', 'early_points', 'early_stage', 'stages_compared']
+           'smooth', 'stage1_losses', 'stage2_losses', 'throughput', 'points', 'metric_of', 'finals', 'around',
+           'interval', 'load_per_query', 'early_points', 'early_stage', 'stages_compared', 'scores_by_task']
 
 # %% ../nbs/16_figures.ipynb #db42b234
 from pathlib import Path
@@ -179,15 +179,19 @@ def finals(ledger: list, # rows
     "Each system's number at its last step."
     return {(label, task): (step, fmean(values)) for (label, step, task), values in sorted(points(ledger).items(), key=lambda item: item[0][1])}
 
+def around(values: list, # one for each training seed
+           items: dict,  # as `interval_of` takes them, or None
+          ):             # -> Interval, or None
+    "The 95 % interval around a point: over training seeds where there are several, else over items."
+    if len(values) > 1: return over_seeds(values)
+    return interval_of(items) if items else None
+
 def interval(ledger: list,    # rows
              per_query: dict, # (label, step, task) -> items; may lack any
              label: str, step: int, task: str,
             ):                # -> Interval, or None
     "The 95 % interval of a point."
-    values = points(ledger).get((label, step, task), [])
-    if len(values) > 1: return over_seeds(values)
-    items = (per_query or {}).get((label, step, task))
-    return interval_of(items) if items else None
+    return around(points(ledger).get((label, step, task), []), (per_query or {}).get((label, step, task)))
 
 # %% ../nbs/16_figures.ipynb #eda4c3e6
 def load_per_query(ledger: list,  # rows
@@ -286,4 +290,33 @@ def stages_compared(ledger: list,           # rows
         for axes, (model, scores) in zip(panels[len(tasks):], theirs.items()):
             axes.set(title=f"paper: {PAPER_MODELS[model]}", xlabel="mean of 15 tasks (%)", facecolor=PAPER_SHADE)
             _stage_panel(axes, {label: scores[name] for label, name in PAPER_NAMES.items()}, {})
+        return _finish(figure)
+
+# %% ../nbs/16_figures.ipynb #d1ca2df5
+def _task_line(axes, line: int, found: dict, labels: list, intervals: dict): # label -> per cent; label -> Interval
+    "The dots of one task, one below the other."
+    for place, label in enumerate(labels):
+        if label not in found: continue
+        height, colour = line + 0.6 * (place + 0.5) / len(labels) - 0.3, system(label, place)[1]
+        if around := intervals.get(label): axes.plot([100 * around.low, 100 * around.high], [height] * 2, color=colour, linewidth=1)
+        axes.plot(found[label], height, "o", color=colour, markersize=4.5, gid=f"{label} {line}")
+
+def scores_by_task(ledger: list,           # rows
+                   per_query: dict = None, # (label, step, task) -> items, for the whiskers
+                  ):
+    "Every system's score on every task, at its last step."
+    single, kinds = points(ledger, most=10**6), {row["task"]: row["type"] for row in comparable(ledger)}
+    last = {label: step for label, step, _ in sorted(single, key=lambda key: key[1])}
+    labels = [*(label for label in SYSTEMS if label in last), *sorted(last.keys() - SYSTEMS.keys())]
+    tasks = sorted(kinds, key=lambda task: (kinds[task], task))
+    with _style():
+        figure, ((axes,),) = _panels(1, 1, 8, 1 + 0.5 * max(1, len(tasks)))
+        if not labels: _not_run(axes)
+        for line, task in enumerate(tasks):
+            at = {label: (label, last[label], task) for label in labels if (label, last[label], task) in single}
+            found = {label: 100 * fmean(single[key]) for label, key in at.items()}
+            _task_line(axes, line, found, labels, {label: around(single[key], (per_query or {}).get(key)) for label, key in at.items()})
+        for place, label in enumerate(labels): axes.plot([], [], "o", color=system(label, place)[1], label=system(label)[0])
+        axes.set(yticks=range(len(tasks)), yticklabels=[f"{task}  ({kinds[task]}, {metric_of(ledger, task)})" for task in tasks], ylim=(len(tasks) - 0.5, -0.5), xlabel="main score (%)")
+        if labels: axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
         return _finish(figure)
