@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'MTEB_NAMES', 'names', 'nearest', 'paper_table', 'benchmark_tasks', 'english_tasks', 'find_task',
-           'leaves', 'with_metadata', 'use_local_copy', 'is_local', 'use_local_copies', 'find_tasks',
-           'in_datasets_cache', 'at_hand', 'sizes', 'check_filled', 'check_data', 'own_instruction',
-           'look_up_instruction', 'paper_instructions', 'read_instructions', 'instructions_for', 'instructions_id',
-           'superseded_expected']
+           'leaves', 'data_id', 'with_metadata', 'use_local_copy', 'edition', 'datasets_cache', 'is_local',
+           'use_local_copies', 'find_tasks', 'in_datasets_cache', 'at_hand', 'sizes', 'check_filled', 'check_data',
+           'own_instruction', 'look_up_instruction', 'paper_instructions', 'read_instructions', 'instructions_for',
+           'instructions_id', 'superseded_expected']
 
 # %% ../nbs/12c_benchmarks.ipynb #d2e02b49
 import copy, difflib, hashlib, json, logging, re, warnings
@@ -69,15 +69,16 @@ def english_tasks() -> dict: # name -> task, with the subsets of the benchmark
     "The tasks of both English benchmarks, the first version's where both have one."
     return {task.metadata.name: task for name in ("mteb-v2", "paper56") for task in benchmark_tasks(name)}
 
-def find_task(name: str): # name of a task, or a folder
+def find_task(name: str, # name of a task, or a folder
+              **cut):    # queries, documents and seed of `tasks.subset`, for a folder
     "One task of mteb; ValueError offers the nearest names."
     from mteb.get_tasks import TASK_LIST, get_task
     from anchor_nb.local import LOCAL, local_task
-    from anchor_nb.tasks import as_task, read_retrieval
+    from anchor_nb.tasks import as_task, read_retrieval, subset
     known = [cls.metadata.name for cls in TASK_LIST]
     if name in LOCAL: return local_task(name)
     if name in known: return english_tasks().get(name) or get_task(name)
-    if Path(name).is_dir() or re.search(r"[/\\]", name): return as_task(read_retrieval(Path(name)))
+    if Path(name).is_dir() or re.search(r"[/\\]", name): return as_task(subset(read_retrieval(Path(name)), **cut))
     if name in names(): raise ValueError(f"{name!r} is a benchmark and no task; ask for it as the benchmark")
     raise ValueError(f"There is no task {name!r}{nearest(name, [*LOCAL, *known])} A task is a name of mteb, one of {', '.join(LOCAL)}, or a folder with corpus.jsonl")
 
@@ -87,10 +88,18 @@ def leaves(task) -> list: # of tasks with data
     return [leaf for part in task.metadata.tasks for leaf in leaves(part)] if task.is_aggregate else [task]
 
 # %% ../nbs/12c_benchmarks.ipynb #bccbcb50
-def with_metadata(task, **changes): # fields of its metadata
+def data_id(task) -> str:
+    "What identifies the data of a task: revisions, and subsets and splits where they are not the plain ones."
+    parts = [(leaf.metadata.name, str(leaf.metadata.revision), sorted(leaf.hf_subsets), sorted(leaf.eval_splits)) for leaf in leaves(task)]
+    _, version, subsets, splits = parts[0]
+    if task.is_aggregate: return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return version if (subsets, splits) == (["default"], ["test"]) else f"{version}; {', '.join(subsets)}; {', '.join(splits)}"
+
+# %% ../nbs/12c_benchmarks.ipynb #a9a2ced5
+def with_metadata(task, members: dict = {}, **changes): # further members of its class; fields of its metadata
     "A copy of a task with other metadata, which survives unloading; no data is loaded."
     made = copy.copy(task)
-    made.__class__ = type(type(task).__name__, (type(task),), dict(metadata=task.metadata.model_copy(update=changes), __module__=type(task).__module__))
+    made.__class__ = type(type(task).__name__, (type(task),), dict(metadata=task.metadata.model_copy(update=changes), __module__=type(task).__module__, **members))
     made.__dict__.pop("metadata", None)
     made.dataset, made.data_loaded = None, False
     return made
@@ -106,7 +115,24 @@ def use_local_copy(task, data_root: Path):
     source = task.metadata.dataset
     folder = data_root/source["path"]
     if not folder.is_dir() or is_local(task): return task
-    return with_metadata(task, dataset=source | dict(path=str(folder.resolve()), revision=f"local-{source['revision']}"))
+    version = f"local-{edition(folder)}"
+    def load_data(self, *args, **kwargs):
+        with datasets_cache(version): type(task).load_data(self, *args, **kwargs)
+    return with_metadata(task, dict(load_data=load_data), dataset=source | dict(path=str(folder.resolve()), revision=version))
+
+def edition(folder: Path) -> str: # 16 hexadecimal digits
+    "What tells a folder's files from those it had before: names, sizes, times of change."
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return hashlib.sha256(repr([(path.relative_to(folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]).encode()).hexdigest()[:16]
+
+@contextmanager
+def datasets_cache(name: str):
+    "Have the library `datasets` keep what it converts in a place of its own."
+    import datasets
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = Path(before)/"anchor_nb"/name
+    try: yield
+    finally: datasets.config.HF_DATASETS_CACHE = before
 
 def is_local(task) -> bool:
     "Whether a task brings its data, as those of `anchor_nb.tasks` do."
@@ -125,10 +151,11 @@ def use_local_copies(tasks: list,           # of mteb
 def find_tasks(benchmark: str = "",        # one of `names()`; empty: none
                tasks: list = (),           # names of tasks, or folders in BEIR layout
                data_root: str | Path = "", # copies of data sets; empty: none
+               **cut,                      # queries, documents and seed to cut folders with
               ) -> list:                   # of mteb's task objects
     "What to evaluate on; ValueError for unknown names, and for names that come twice."
     if not benchmark and not tasks: raise ValueError(f"Nothing to evaluate on; name a benchmark ({', '.join(BENCHMARKS)}) or tasks")
-    found = (benchmark_tasks(benchmark) if benchmark else []) + [find_task(name) for name in tasks]
+    found = (benchmark_tasks(benchmark) if benchmark else []) + [find_task(name, **cut) for name in tasks]
     taken = [task.metadata.name for task in found]
     if twice := sorted({name for name in taken if taken.count(name) > 1}):
         raise ValueError(f"{', '.join(twice)}: named twice; leave out one" + (f", {benchmark} has its tasks already" if benchmark and tasks else ""))
@@ -156,7 +183,7 @@ def sizes(task) -> dict: # (subset, split, part) -> number of rows
     found = {}
     for subset in task.hf_subsets:
         for split in task.eval_splits:
-            rows = (task.dataset[split] if subset == "default" and subset not in task.dataset else task.dataset[subset][split])
+            rows = (task.dataset[subset] if subset in task.dataset else task.dataset)[split]
             parts = {part: rows[part] for part in ("corpus", "queries", "relevant_docs")} if isinstance(rows, dict) else {"rows": rows}
             found |= {(subset, split, part): len(held) for part, held in parts.items()}
     return found

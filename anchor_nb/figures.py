@@ -11,10 +11,10 @@ __all__ = ['SYSTEMS', 'PAPER_NAMES', 'PAPER_MODELS', 'PAPER_SHADE', 'OTHERS', 'M
 from pathlib import Path
 import numpy as np
 from statistics import fmean
-from .evaluation import load_evaluation
+from .measurement import load_evaluation
 from .scoring import evaluation_file
 from .significance import interval_of, over_seeds
-from .tables import comparable, paper, task_means
+from .tables import by_seed, comparable, last_steps, mean_by_seed, paper
 
 # %% ../nbs/16_figures.ipynb #224e07af
 SYSTEMS = {"untrained": ("untrained", "#949494"), "stage1": ("stage I only", "#029e73"),
@@ -160,13 +160,14 @@ METRIC_NAMES = {"ndcg_at_10": "nDCG@10", "map_at_1000": "MAP", "v_measure": "V-m
 
 def points(ledger: list, # rows
            most: int = 3, # tasks that are shown each by itself
-          ) -> dict:     # (label, step, task) -> one value in [-1, 1] for each training seed
+          ) -> dict:     # (label, step, task) -> {training seed: value in [-1, 1]}
     "What a ledger has to show."
-    rows = sorted(comparable(ledger), key=lambda row: (row["training_seed"] is not None, row["training_seed"] or 0))
-    tasks, by_point = list(dict.fromkeys(row["task"] for row in rows)), {}
-    for row in rows: by_point.setdefault((row["label"], row["step"], "" if len(tasks) > most else row["task"]), []).append(row)
-    if len(tasks) <= most: return {key: [row["value"] for row in own] for key, own in by_point.items()}
-    means = {(label, step, f"mean of {len(tasks)} tasks"): task_means(own, tasks) for (label, step, _), own in by_point.items()}
+    rows, systems = comparable(ledger), {}
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    for row in rows: systems.setdefault((row["label"], row["step"]), []).append(row)
+    scores = {who: by_seed(own) for who, own in systems.items()}
+    if len(tasks) <= most: return {(*who, task): values for who, own in scores.items() for task, values in own.items()}
+    means = {(*who, f"mean of {len(tasks)} tasks"): mean_by_seed(own, tasks) for who, own in scores.items() if own.keys() >= set(tasks)}
     return {key: values for key, values in means.items() if values}
 
 def metric_of(ledger: list, task: str) -> str: # as a reader calls it
@@ -176,14 +177,15 @@ def metric_of(ledger: list, task: str) -> str: # as a reader calls it
 # %% ../nbs/16_figures.ipynb #8153f74c
 def finals(ledger: list, # rows
           ) -> dict:     # (label, task) -> (step, value), the mean over training seeds
-    "Each system's number at its last step."
-    return {(label, task): (step, fmean(values)) for (label, step, task), values in sorted(points(ledger).items(), key=lambda item: item[0][1])}
+    "Each system's number at its last step; none where that step lacks it."
+    last = {label: own[0]["step"] for label, own in last_steps(comparable(ledger)).items()}
+    return {(label, task): (step, fmean(values.values())) for (label, step, task), values in points(ledger).items() if step == last[label]}
 
-def around(values: list, # one for each training seed
+def around(values: dict, # training seed -> value
            items: dict,  # as `interval_of` takes them, or None
           ):             # -> Interval, or None
     "The 95 % interval around a point: over training seeds where there are several, else over items."
-    if len(values) > 1: return over_seeds(values)
+    if len(values) > 1: return over_seeds(list(values.values()))
     return interval_of(items) if items else None
 
 def interval(ledger: list,    # rows
@@ -191,7 +193,7 @@ def interval(ledger: list,    # rows
              label: str, step: int, task: str,
             ):                # -> Interval, or None
     "The 95 % interval of a point."
-    return around(points(ledger).get((label, step, task), []), (per_query or {}).get((label, step, task)))
+    return around(points(ledger).get((label, step, task), {}), (per_query or {}).get((label, step, task)))
 
 # %% ../nbs/16_figures.ipynb #eda4c3e6
 def load_per_query(ledger: list,  # rows
@@ -211,7 +213,7 @@ STARTS = {"baseline": "untrained", "anchor": "stage1"}
 
 def early_points(ledger: list, label: str, task: str) -> dict: # step -> value, rising steps
     "A system's scores over the steps of stage II, from the model it started from."
-    found = {(who, step): fmean(values) for (who, step, name), values in points(ledger).items() if name == task}
+    found = {(who, step): fmean(values.values()) for (who, step, name), values in points(ledger).items() if name == task}
     own, start = {step: value for (who, step), value in found.items() if who == label}, found.get((STARTS[label], 0))
     return dict(sorted(({0: start} | own if start is not None and own else own).items()))
 
@@ -314,7 +316,7 @@ def scores_by_task(ledger: list,           # rows
         if not labels: _not_run(axes)
         for line, task in enumerate(tasks):
             at = {label: (label, last[label], task) for label in labels if (label, last[label], task) in single}
-            found = {label: 100 * fmean(single[key]) for label, key in at.items()}
+            found = {label: 100 * fmean(single[key].values()) for label, key in at.items()}
             _task_line(axes, line, found, labels, {label: around(single[key], (per_query or {}).get(key)) for label, key in at.items()})
         for place, label in enumerate(labels): axes.plot([], [], "o", color=system(label, place)[1], label=system(label)[0])
         axes.set(yticks=range(len(tasks)), yticklabels=[f"{task}  ({kinds[task]}, {metric_of(ledger, task)})" for task in tasks], ylim=(len(tasks) - 0.5, -0.5), xlabel="main score (%)")

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 import numpy as np
 from .figures import PAPER_MODELS, PAPER_NAMES, SYSTEMS, finals, interval, metric_of, points, system
-from .significance import difference_of, over_seeds, paired_bootstrap
-from .tables import comparable, expected_vs_obtained, paper
+from .significance import paired_bootstrap
+from .tables import compared, comparable, expected_vs_obtained, paper
 
 # %% ../nbs/16a_report.ipynb #6b9b4433
 def _cell(value: float, found=None, sign: str = "") -> str: # value in [0, 1]
@@ -30,7 +30,7 @@ def comparison_table(ledger: list,           # rows
     last, theirs = finals(ledger), paper()["table10_stages_subset15"]
     labels = [*PAPER_NAMES, "bm25", *sorted({label for label, _ in last} - SYSTEMS.keys())]
     def ours(label, task):
-        if (label, task) not in last: return "not run"
+        if (label, task) not in last: return "–" if label in {row["label"] for row in ledger} else "not run"
         step, value = last[label, task]
         return _cell(value, interval(ledger, per_query, label, step, task))
     table = {f"ours: {task}, {metric_of(ledger, task)}": [ours(label, task) for label in labels] for task in sorted({task for _, task in last})} or {"ours": ["not run"] * len(labels)}
@@ -44,12 +44,11 @@ def difference_at(ledger: list, per_query: dict,
                   first: tuple, second: tuple, # label and step of each
                   task: str):                  # of `points`
     "Interval of first minus second on a task, or None where there is nothing to make one from."
-    sides = [points(ledger).get((*who, task), []) for who in (first, second)]
-    if len(sides[0]) == len(sides[1]) > 1: return over_seeds([a - b for a, b in zip(*sides)])
-    items = [(per_query or {}).get((*who, task)) for who in (first, second)]
-    if all(items): return difference_of(*items)
+    shown, kept = points(ledger), per_query or {}
+    sides = [shown.get((*who, task), {}) for who in (first, second)]
+    if found := compared(*sides, [kept.get((*who, task)) for who in (first, second)]): return found
     scores = [{row["task"]: row["value"] for row in comparable(ledger) if (row["label"], row["step"]) == who} for who in (first, second)]
-    return paired_bootstrap(*scores) if all(sides) and task not in scores[0] else None
+    return paired_bootstrap(*scores) if [len(side) for side in sides] == [1, 1] and task not in scores[0] else None
 
 def difference(ledger: list, per_query: dict, first: str, second: str, task: str):
     "The same at the last steps of two systems."

@@ -80,7 +80,7 @@ def code_version() -> dict: # version, and in a checkout commit and dirty
 def library_versions() -> dict: # name -> version; packages that are not there are left out
     "Versions of Python and of the libraries that decide a result."
     found = dict(python=platform.python_version())
-    for name in ("anchor_nb", "torch", "transformers", "tokenizers", "peft", "accelerate", "datasets", "numpy"):
+    for name in ("anchor_nb", "torch", "transformers", "tokenizers", "peft", "accelerate", "datasets", "numpy", "scikit-learn", "sentence-transformers", "mteb", "bm25s"):
         try: found[name] = version(name)
         except PackageNotFoundError: pass
     return found

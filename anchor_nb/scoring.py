@@ -4,32 +4,35 @@
 
 # %% auto #0
 __all__ = ['ledger_rows', 'in_ledger', 'evaluation_file', 'Job', 'can_do', 'waiting', 'record', 'free', 'time_left', 'score_all',
-           'plain_mean', 'summary', 'outcome']
+           'plain_mean', 'summary', 'begun', 'ended', 'outcome']
 
 # %% ../nbs/15b_scoring.ipynb #21b4a4d2
 import gc, hashlib, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from .benchmarks import superseded_expected
-from .evaluation import Candidate, Evaluation, evaluate_task, load, load_evaluation, revision, save_evaluation, slug
-from .runs import append_rows, read_rows
+from .benchmarks import data_id
+from .evaluation import Candidate, load, revision, slug
+from .measurement import Evaluation, evaluate_task, load_evaluation, save_evaluation
+from .runs import append_rows, new_manifest, now, peak_memory, read_rows
 
 # %% ../nbs/15b_scoring.ipynb #b632e284
-def ledger_rows(evaluation: Evaluation,
+def ledger_rows(found: Evaluation,
                 candidate: Candidate,
                 model: str,      # what `revision` says of the candidate
-                **common,        # what all rows of this run share: seed, max_length, instructions, benchmark
+                instructions_id: str = "", # from `benchmarks.instructions_id`
+                **common,        # what all rows of this run share: seed, max_length, benchmark, evaluation
                ) -> list:        # of dictionaries, the main metric first
     "One row a metric, in the ledger's format."
-    if candidate.library == "bm25": common |= dict(max_length=0, instructions="none") # it reads whole texts, and no instructions
-    about = dict(label=candidate.label, step=candidate.step, task=evaluation.task, type=evaluation.type)
-    where = dict(queries=evaluation.queries, documents=evaluation.documents, data=evaluation.data, model=model, manifest=candidate.manifest,
-                 training_seed=candidate.training_seed, seconds=evaluation.seconds, **common)
-    return [dict(**about, metric=metric, main=metric == evaluation.metric, value=value, **where) for metric, value in evaluation.metrics.items()]
+    how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling, template=candidate.template, **common)
+    if candidate.library == "bm25": how |= dict(max_length=0, instructions="none") # it reads whole texts, and no instructions
+    about = dict(label=candidate.label, step=candidate.step, task=found.task, type=found.type)
+    where = dict(queries=found.queries, documents=found.documents, data=found.data, model=model, manifest=candidate.manifest,
+                 training_seed=candidate.training_seed, seconds=found.seconds, **how)
+    return [dict(**about, metric=metric, main=metric == found.metric, value=value, **where) for metric, value in found.metrics.items()]
 
 def in_ledger(rows: list, candidate: Candidate, model: str, task) -> bool: # task: of mteb
     "Whether a candidate's score on a task is there."
-    wanted = dict(label=candidate.label, step=candidate.step, task=task.metadata.name, model=model, data=str(task.metadata.revision), main=True)
+    wanted = dict(label=candidate.label, step=candidate.step, task=task.metadata.name, model=model, data=data_id(task), main=True)
     return any(wanted.items() <= row.items() for row in rows)
 
 def evaluation_file(row: dict) -> str: # a row of the ledger
@@ -58,18 +61,21 @@ def waiting(candidates: list, # of `Candidate`
     "What a ledger lacks."
     found = []
     for candidate in candidates:
-        model = revision(candidate, settings.max_length, instructions_id, settings.rerank_documents_instructed)
+        model = revision(candidate, settings.max_length, instructions_id, settings.rerank_documents_instructed, settings.devices)
         missing = [task for task in tasks if can_do(candidate, task) and not in_ledger(rows, candidate, model, task)]
         if missing: found.append(Job(candidate, model, missing))
     return found
 
 # %% ../nbs/15b_scoring.ipynb #fc6efdca
-def record(job: Job, task, encoder, out: Path, common: dict) -> Evaluation:
-    "Score one task and write it down: the values of its queries first, then the rows of the ledger."
-    with superseded_expected(): found = evaluate_task(encoder, task, Path(out)/"mteb")
-    rows = ledger_rows(found, job.candidate, job.model, **common)
-    save_evaluation(found, Path(out)/"per_query"/evaluation_file(rows[0]))
-    append_rows(Path(out)/"ledger.jsonl", rows)
+def record(job: Job, task, encoder, out: Path, **common) -> Evaluation: # common: for `ledger_rows`
+    "Score one task, or take what a killed run has left of it, and write it down: the values of its queries first, then the rows of the ledger."
+    about = dict(label=job.candidate.label, step=job.candidate.step, task=task.metadata.name, model=job.model, data=data_id(task))
+    path = Path(out)/"per_query"/evaluation_file(about)
+    try: found = load_evaluation(path)
+    except (OSError, ValueError):
+        found = evaluate_task(encoder, task, Path(out)/"mteb")
+        save_evaluation(found, path)
+    append_rows(Path(out)/"ledger.jsonl", ledger_rows(found, job.candidate, job.model, **common))
     return found
 
 def free():
@@ -87,10 +93,12 @@ def time_left(started: float, done: int, total: int) -> str:
 def score_all(jobs: list,          # from `waiting`
               settings,            # an `Evaluate` recipe
               instructions: dict,  # task -> instruction
+              instructions_id: str = "", # what identifies their source
+              evaluation: str = "", # what identifies the manifest of this evaluation
               say=print,           # where progress goes
              ) -> list:            # of (label, step, task, reason) for what failed
     "Work through the jobs; what fails is reported, and the rest goes on."
-    common = dict(seed=settings.seed, max_length=settings.max_length, instructions=settings.instructions, benchmark=settings.benchmark)
+    common = dict(seed=settings.seed, max_length=settings.max_length, benchmark=settings.benchmark, evaluation=evaluation, instructions_id=instructions_id)
     started, done, total, failed = time.monotonic(), 0, sum(len(job.tasks) for job in jobs), []
     for job in jobs:
         who, encoder, reason = f"{job.candidate.label}, step {job.candidate.step}", None, ""
@@ -99,7 +107,7 @@ def score_all(jobs: list,          # from `waiting`
         for task in job.tasks:
             try:
                 if not encoder: raise RuntimeError(f"the model could not be loaded ({reason})")
-                found = record(job, task, encoder, settings.out, common)
+                found = record(job, task, encoder, settings.out, **common)
                 outcome = f"{found.metric} {100 * found.score:.1f} in {found.seconds:.0f} s"
             except Exception as error:
                 outcome = f"FAILED, {type(error).__name__}: {error}"
@@ -122,10 +130,21 @@ def summary(rows: list,   # of the ledger
            ) -> dict:     # mean, by_type, tasks; in [0, 1]
     "The main scores of a candidate over tasks; None where there is none."
     known = {(row["task"], row["data"]): row["value"] for row in rows if row.get("main") and row["label"] == label and row["model"] == model}
-    scores = {task.metadata.name: known.get((task.metadata.name, str(task.metadata.revision))) for task in tasks}
+    scores = {task.metadata.name: known.get((task.metadata.name, data_id(task))) for task in tasks}
     kinds = {}
     for task in tasks: kinds.setdefault(task.metadata.type, []).append(scores[task.metadata.name])
     return dict(mean=plain_mean(list(scores.values())), by_type={kind: plain_mean(values) for kind, values in kinds.items()}, tasks=scores)
+
+def begun(settings, tasks: list) -> dict: # the manifest, with an `id`
+    "The manifest of an evaluation, written down before its first score."
+    manifest = new_manifest(settings, {task.metadata.name: dict(sha256=data_id(task)) for task in tasks}) # what a file's hash is to a training run
+    manifest |= dict(id=hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:12])
+    append_rows(Path(settings.out)/"evaluations.jsonl", [manifest])
+    return manifest
+
+def ended(manifest: dict, out: Path, failed: list):
+    "The same manifest once more, with how it ended; one that is there only once was killed."
+    append_rows(Path(out)/"evaluations.jsonl", [manifest | dict(status="failed" if failed else "complete", failed=failed, finished=now(), peak_memory_bytes=peak_memory())])
 
 def outcome(candidates: list, tasks: list, rows: list, settings, instructions_id: str, failed: list) -> dict: # models: who -> summary; failed: from `score_all`
     "The scores of every candidate's last step over the tasks of this run."
@@ -133,6 +152,6 @@ def outcome(candidates: list, tasks: list, rows: list, settings, instructions_id
     several = {label for label, _ in last if sum(label == other for other, _ in last) > 1}
     found = {}
     for (label, seed), candidate in last.items():
-        model = revision(candidate, settings.max_length, instructions_id, settings.rerank_documents_instructed)
-        found[f"{label}, seed {seed}" if label in several else label] = summary(rows, label, model, [task for task in tasks if can_do(candidate, task)])
+        model = revision(candidate, settings.max_length, instructions_id, settings.rerank_documents_instructed, settings.devices)
+        found[f"{label}, seed {seed}" if label in several else label] = summary(rows, label, model, tasks)
     return dict(models=found, failed=[f"{label}, step {step}, {task}: {reason}" for label, step, task, reason in failed])

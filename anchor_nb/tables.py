@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['ODD_NAMES', 'METRIC', 'AS_THE_PAPER', 'FEWEST_TASKS', 'paper', 'task_type', 'paper_tasks', 'paper_rows', 'completed',
            'comparable', 'one_model', 'scores_by_seed', 'task_means', 'inconsistencies', 'last_steps', 'results_table',
-           'paper_cells', 'paper_backbone', 'our_label', 'tolerance', 'expected_vs_obtained', 'significance_table']
+           'paper_cells', 'paper_backbone', 'our_label', 'tolerance', 'expected_vs_obtained', 'compared', 'by_seed',
+           'mean_by_seed', 'significance_table']
 
 # %% ../nbs/15a_tables.ipynb #fe1148c1
 import json
@@ -59,7 +60,7 @@ def completed(rows) -> list: # the rows of main scores
 
 def comparable(rows) -> list: # of rows, one for each label, step, task and training seed
     "The latest rows of main scores on the latest cut of each task, in the ledger's order."
-    cut = lambda row: (row["data"], row["seed"], row["queries"], row["documents"])
+    cut = lambda row: row["data"] or (row["seed"], row["queries"], row["documents"]) # older rows do not name their data
     how = lambda row: (row["max_length"], row["instructions"])
     rows = completed(rows)
     last_cut = {row["task"]: cut(row) for row in rows}
@@ -266,6 +267,26 @@ def _judged(pair: str, task: str, kind: str, found, items: int) -> dict: # found
     verdict = "first better" if found.low > 0 else "second better" if found.high < 0 else "open"
     return {"pair": pair, "task": task, "type": kind, "items": items, "difference": 100 * found.mean, "low": 100 * found.low, "high": 100 * found.high, "verdict": verdict}
 
+def compared(a: dict, b: dict, # training seed -> score of each side
+             items: list,      # of each side, as `interval_of` takes them, or None
+            ):                 # -> Interval of a minus b, or None
+    "Over the training seeds that both sides have, else over the items of one run each."
+    common = sorted(a.keys() & b.keys(), key=str)
+    if len(common) > 1: return over_seeds([a[seed] - b[seed] for seed in common])
+    return difference_of(*items) if len(a) == len(b) == 1 and all(items) else None
+
+def by_seed(rows) -> dict: # comparable rows of one label and step -> task -> {training seed: score}
+    "The scores of a system, of the model that was measured last for each seed."
+    found = {}
+    for row in one_model(rows): found.setdefault(row["task"], {})[row["training_seed"]] = row["value"]
+    return found
+
+def mean_by_seed(scores: dict, tasks) -> dict: # training seed -> plain mean
+    "The mean over tasks of each seed that has them all."
+    seeds = set.intersection(*(set(scores[task]) for task in tasks))
+    return {seed: fmean(scores[task][seed] for task in tasks) for seed in seeds}
+
+# %% ../nbs/15a_tables.ipynb #44b27cc1
 def significance_table(rows,         # of the ledger
                        items: dict,  # (label, step, task) -> dict(statistic, values); may lack any
                        pairs,        # of labels, [(first, second), ...]
@@ -273,16 +294,21 @@ def significance_table(rows,         # of the ledger
     "Paired differences, first minus second, with 95 % intervals, by task and over tasks."
     import pandas as pd
     systems, lines = last_steps(comparable(rows)), []
+    kinds = {row["task"]: row["type"] for row in completed(rows)}
     for first, second in pairs:
-        pair, (a, b) = f"{first} − {second}", [{row["task"]: row for row in systems.get(label, [])} for label in (first, second)]
-        both = {task: (a[task], b[task]) for task in a if task in b}
-        for task, sides in both.items():
-            kept = [items.get((row["label"], row["step"], task)) for row in sides]
-            found = difference_of(*kept) if all(kept) else float(sides[0]["value"] - sides[1]["value"])
-            lines.append(_judged(pair, task, sides[0]["type"], found, len(kept[0]["values"]) if all(kept) else 0))
-        a, b = [{row["task"]: row["value"] for row in one_model([side[task] for task in both])} for side in (a, b)]
-        if len(same := a.keys() & b.keys()) > 1:
-            a, b = [{task: scores[task] for task in same} for scores in (a, b)]
-            over = paired_bootstrap(a, b) if len(same) >= FEWEST_TASKS else float(fmean(a.values()) - fmean(b.values()))
-            lines.append(_judged(pair, f"mean of {len(same)} tasks", "", over, len(same)))
+        pair, sides = f"{first} − {second}", [systems.get(label, []) for label in (first, second)]
+        a, b = [by_seed(side) for side in sides]
+        both = [task for task in a if task in b]
+        for task in both:
+            kept = [items.get((label, side[0]["step"], task)) for label, side in zip((first, second), sides)]
+            found = compared(a[task], b[task], kept)
+            lines.append(_judged(pair, task, kinds[task], found or fmean(a[task].values()) - fmean(b[task].values()), len(kept[0]["values"]) if found and all(kept) else 0))
+        if len(both) > 1: lines.append(_over_tasks(pair, a, b, both))
     return pd.DataFrame(lines, columns=["pair", "task", "type", "items", "difference", "low", "high", "verdict"])
+
+def _over_tasks(pair: str, a: dict, b: dict, tasks: list) -> dict: # task -> {training seed: score}
+    "The line of the mean: over training seeds where there are several in common, else over the tasks if they are not few."
+    means = [mean_by_seed(side, tasks) for side in (a, b)]
+    single = [{task: fmean(side[task].values()) for task in tasks} for side in (a, b)]
+    found = compared(*means, [None, None]) or (paired_bootstrap(*single) if len(tasks) >= FEWEST_TASKS and all(len(side) == 1 for side in means) else None)
+    return _judged(pair, f"mean of {len(tasks)} tasks", "", found or fmean(single[0].values()) - fmean(single[1].values()), len(tasks))

@@ -118,6 +118,20 @@ def test_copies_reach_the_leaves_of_a_mean(tmp_path):
     with pytest.raises(ValueError, match="11 of 12 data sets"): check_data([task], tmp_path)
 
 
+def test_an_edited_copy_is_other_data(tmp_path):
+    "Also for the library `datasets`, which keeps what it converted and does not look at edited files by itself."
+    from anchor_nb.benchmarks import data_id
+    from anchor_nb.measurement import evaluate_task
+    scifact(tmp_path)
+    def score():
+        [task] = find_tasks(tasks=["SciFact"], data_root=tmp_path)
+        return data_id(task), evaluate_task(toy_encoder(), task, tmp_path/"mteb-results").score
+    first, same = score(), score()
+    scifact(tmp_path, corpus=WORDS[1:] + ["paper boat"])
+    edited = score()
+    assert first == same and edited[0] != first[0] and edited[1] < 0.5 < first[1]
+
+
 # ---- data that is not there, or not whole ----
 
 def test_missing_data_names_the_folders_that_would_do(tmp_path):

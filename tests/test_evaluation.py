@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from anchor_nb.corpora import build_corpus, resolve_model
 from anchor_nb.embedder import AnchorEmbedder
-from anchor_nb.evaluation import Candidate, Encoder, METRICS, candidates, evaluate_task, load, meta, revision
+from anchor_nb.evaluation import Candidate, Encoder, candidates, load, meta, revision
+from anchor_nb.measurement import METRICS, evaluate_task
 from anchor_nb.runs import read_rows
 from anchor_nb.tasks import Retrieval, as_task
 
@@ -32,12 +33,18 @@ def tasks(build):
     for query in queries:
         judged = build(st.dictionaries(st.sampled_from(documents), st.integers(0, 3), max_size=5))
         qrels[query] = judged | {build(st.sampled_from(documents)): build(st.integers(1, 3))}
-    return Retrieval("generated", "", {d: build(text) for d in documents}, {q: build(text) for q in queries}, qrels)
+    return Retrieval("generated", "", {d: f"{build(text)} {d}" for d in documents}, {q: build(text) for q in queries}, qrels) # no two alike: ties go by the last bit
 
 
-def letters(texts, instruction, side):
+def letters(texts, instruction="", task=None, side=None):
     "Letter counts."
     vectors = np.array([[text.count(letter) for letter in "aeiontbdlu"] for text in texts], dtype=np.float32) + 0.01
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def unlike(texts, *_):
+    "A direction of its own for each text."
+    vectors = np.array([np.random.default_rng(list(text.encode())).normal(size=8) for text in texts], dtype=np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
@@ -56,7 +63,8 @@ def shuffle(task, seed):
 @settings(max_examples=15, deadline=None)
 @given(task=tasks(), seed=st.integers(0, 99))
 def test_metrics_lie_between_0_and_1_and_order_changes_nothing(tmp_path_factory, task, seed):
-    found, other = [evaluate_task(crude(), as_task(t), tmp_path_factory.mktemp("cache")) for t in (task, shuffle(task, seed))]
+    encoder = Encoder(unlike, crude().mteb_model_meta)
+    found, other = [evaluate_task(encoder, as_task(t), tmp_path_factory.mktemp("cache")) for t in (task, shuffle(task, seed))]
     assert set(found.metrics) == set(METRICS) and all(0 <= value <= 1 for value in found.metrics.values())
     assert found.metrics["recall_at_1"] <= found.metrics["recall_at_10"] <= found.metrics["recall_at_100"]
     assert found.metrics == pytest.approx(other.metrics, abs=1e-9) and found.items == other.items
@@ -64,12 +72,60 @@ def test_metrics_lie_between_0_and_1_and_order_changes_nothing(tmp_path_factory,
     assert np.mean(list(found.items["values"].values())) == pytest.approx(found.score, abs=1e-4)
 
 
-def test_every_type_of_text_task_runs():
-    import mteb
+@pytest.fixture(scope="module")
+def tiny():
     embedder = AnchorEmbedder.from_pretrained("tiny", max_length=64)
-    encoder = Encoder(lambda texts, instruction, side: embedder.encode(texts, instruction), meta(Candidate("tiny", "tiny"), "1", n_parameters=1))
-    result = mteb.mock_run(encoder)
+    return Encoder(lambda texts, instruction, task, side: embedder.encode(texts, instruction), meta(Candidate("tiny", "tiny"), "1", n_parameters=1))
+
+
+def test_mteb_finds_nothing_wrong_with_our_encoder(tiny):
+    import mteb
+    result = mteb.mock_run(tiny)
     assert result.all_passed, result
+
+
+def test_every_type_of_text_task_is_measured(tiny, tmp_path):
+    from mteb.mocks import ALL_MOCK_TASK_TEST_GRID
+    seen = {}
+    for task in ALL_MOCK_TASK_TEST_GRID:
+        if task.metadata.modalities != ["text"]: continue
+        found = evaluate_task(tiny, task, tmp_path)
+        seen[found.type] = bool(found.items)
+        assert found.queries > 0 and np.isfinite(found.score)
+    assert len(seen) > 8 and all(seen[kind] for kind in ("Retrieval", "Reranking", "STS", "PairClassification", "Classification")), seen
+
+
+def test_a_task_that_keeps_its_data_the_old_way(tmp_path):
+    "BRIGHT and others fill `corpus` and `queries`, which mteb converts when it evaluates."
+    modern = as_task(Retrieval("Old", "", {"d1": "moon tide", "d2": "bread flour"}, {"q1": "moon"}, {"q1": {"d1": 1}}))
+    class Old(type(modern)):
+        def load_data(self, *args, **kwargs):
+            if self.data_loaded: return
+            self.corpus = {"test": {"d1": {"text": "moon tide", "title": ""}, "d2": {"text": "bread flour", "title": ""}}}
+            self.queries, self.relevant_docs, self.data_loaded = {"test": {"q1": "moon"}}, {"test": {"q1": {"d1": 1}}}, True
+    for _ in range(2):
+        found = evaluate_task(crude(), Old(), tmp_path)
+        assert (found.queries, found.documents, found.score) == (1, 2, pytest.approx(1, abs=1e-4))
+
+
+def test_prompts_of_a_sentence_transformer_go_where_its_makers_meant_them(tmp_path, monkeypatch):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    calls = []
+    class Fake:
+        prompts, max_seq_length, default = {"query": "query: ", "document": "", "Named": "named: "}, 64, "query"
+        def __init__(self, *args, **kwargs): pass
+        def get_embedding_dimension(self): return 10
+        def note(self, way): return lambda texts, prompt=None, prompt_name=None, **_: calls.append((way, prompt, prompt_name)) or letters(texts)
+        encode, encode_query, encode_document = [property(lambda self, way=way: self.note(way)) for way in ("encode", "query", "document")]
+    monkeypatch.setattr(sentence_transformers, "SentenceTransformer", Fake)
+    def asked(name, **how):
+        calls.clear()
+        task = as_task(Retrieval(name, "Find it", {"d1": "moon", "d2": "sea"}, {"q1": "moon"}, {"q1": {"d1": 1}}))
+        evaluate_task(load(Candidate("fake", "tiny", library="sentence-transformers", **how), "1", instructions={name: "Find it"}), task, tmp_path/str(len(how))/name)
+        return set(calls)
+    assert asked("Plain") == {("query", None, None), ("document", None, None)}
+    assert asked("Named") == {("query", None, "Named"), ("document", None, "Named")}
+    assert asked("Plain", template="Instruct: {instruction}\nQuery: ") == {("query", "Instruct: Find it\nQuery: ", None), ("document", None, None)}
 
 
 @pytest.mark.registry

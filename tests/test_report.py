@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from anchor_nb import figures, report, runs
-from anchor_nb.evaluation import METRICS, Candidate, Evaluation, save_evaluation
+from anchor_nb.evaluation import Candidate
+from anchor_nb.measurement import METRICS, Evaluation, save_evaluation
 from anchor_nb.scoring import evaluation_file, ledger_rows
 from anchor_nb.tasks import Retrieval
 
@@ -30,7 +31,7 @@ def write_set(folder):
 def write_pipeline(folder, labels):
     "What a pipeline leaves behind, for some of its systems."
     for label in labels:
-        rows = ledger_rows(FOUND, Candidate(label, label, LABELS[label], library="bm25" if label == "bm25" else "anchor_nb"), label, seed=0, max_length=64, instructions="paper")
+        rows = ledger_rows(FOUND, Candidate(label, label, LABELS[label], library="bm25" if label == "bm25" else "anchor_nb"), label, "paper", seed=0, max_length=64)
         save_evaluation(FOUND, folder/"per_query"/evaluation_file(rows[0]))
         runs.append_rows(folder/"ledger.jsonl", rows)
         if label in ("untrained", "bm25"): continue

@@ -76,12 +76,12 @@ def test_the_ablations_agree_with_each_other_where_they_print_one_run():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("st"), st.integers(0, 1), st.integers(0, 1), st.sampled_from([0, 32, 64])), max_size=12))
 def test_one_row_each_all_on_one_cut(drawn):
-    rows = [row(label, task, place / 20, seed=seed, training_seed=training, max_length=length) for place, (label, task, seed, training, length) in enumerate(drawn)]
+    rows = [row(label, task, place / 20, seed=seed, training_seed=training, max_length=length, data="") for place, (label, task, seed, training, length) in enumerate(drawn)]
     found = comparable(rows)
     assert comparable(found) == found and all(one in rows for one in found)
     assert len({(r["label"], r["step"], r["task"], r["training_seed"]) for r in found}) == len(found)
     for task in "st":
-        assert len({r["seed"] for r in found if r["task"] == task}) <= 1
+        assert len({r["data"] or r["seed"] for r in found if r["task"] == task}) <= 1
         assert len({r["max_length"] for r in found if r["task"] == task and r["max_length"]}) <= 1
     assert {r["task"] for r in found} == {r["task"] for r in rows}
 
