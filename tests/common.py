@@ -1,11 +1,15 @@
 "What several test files need: a small training recipe, and its run in a process of its own."
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+from hypothesis import strategies as st
+
 from anchor_nb.corpora import build_corpus
 from anchor_nb.recipe import Stage1, Stage2, as_dict
+from anchor_nb.tasks import Retrieval
 
 RUN = """
 import json, sys
@@ -47,3 +51,28 @@ def rows(out) -> list:
 
 
 STAGES = {"stage1": (Stage1, {}), "stage2": (Stage2, {"negatives": 2})}
+
+
+WORDS = "moon tide bread flour compiler code sea water baker moonlight".split()
+
+
+@st.composite
+def tasks(build):
+    "A small task with graded judgements, some of them 0."
+    documents = [f"d{n}" for n in range(build(st.integers(2, 30)))]
+    queries = [f"q{n}" for n in range(build(st.integers(1, 6)))]
+    text = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
+    qrels = {}
+    for query in queries:
+        judged = build(st.dictionaries(st.sampled_from(documents), st.integers(0, 3), max_size=5))
+        qrels[query] = judged | {build(st.sampled_from(documents)): build(st.integers(1, 3))}
+    return Retrieval("generated", "", {d: f"{build(text)} {d}" for d in documents}, {q: build(text) for q in queries}, qrels) # no two alike: ties go by the last bit
+
+
+def shuffle(task, seed):
+    "The same task with its documents and queries in another order."
+    def mixed(d):
+        items = list(d.items())
+        random.Random(seed).shuffle(items)
+        return dict(items)
+    return Retrieval(task.name, task.instruction, mixed(task.corpus), mixed(task.queries), {q: mixed(j) for q, j in mixed(task.qrels).items()})

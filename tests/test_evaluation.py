@@ -1,7 +1,6 @@
 "Evaluation on generated tasks, on every task type of mteb, and through kills, failures and retrained models."
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,22 +17,9 @@ from anchor_nb.evaluation import Candidate, Encoder, candidates, load, meta, rev
 from anchor_nb.measurement import METRICS, evaluate_task
 from anchor_nb.runs import read_rows
 from anchor_nb.tasks import Retrieval, as_task
+from common import WORDS, shuffle, tasks
 
-WORDS = "moon tide bread flour compiler code sea water baker moonlight".split()
 COMMAND = Path(sys.executable).with_name("anchor-nb")
-
-
-@st.composite
-def tasks(build):
-    "A small task with graded judgements, some of them 0."
-    documents = [f"d{n}" for n in range(build(st.integers(2, 30)))]
-    queries = [f"q{n}" for n in range(build(st.integers(1, 6)))]
-    text = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
-    qrels = {}
-    for query in queries:
-        judged = build(st.dictionaries(st.sampled_from(documents), st.integers(0, 3), max_size=5))
-        qrels[query] = judged | {build(st.sampled_from(documents)): build(st.integers(1, 3))}
-    return Retrieval("generated", "", {d: f"{build(text)} {d}" for d in documents}, {q: build(text) for q in queries}, qrels) # no two alike: ties go by the last bit
 
 
 def letters(texts, instruction="", task=None, side=None):
@@ -49,15 +35,6 @@ def unlike(texts, *_):
 
 
 def crude(): return Encoder(letters, meta(Candidate("letters", "letters"), "1"))
-
-
-def shuffle(task, seed):
-    "The same task with its documents and queries in another order."
-    def mixed(d):
-        items = list(d.items())
-        random.Random(seed).shuffle(items)
-        return dict(items)
-    return Retrieval(task.name, task.instruction, mixed(task.corpus), mixed(task.queries), {q: mixed(j) for q, j in mixed(task.qrels).items()})
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,36 +1,12 @@
 "Properties of retrieval sets and cuts over many generated ones, files that are wrong, and tasks of mteb made from them."
 import json
-import random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from anchor_nb.tasks import Retrieval, as_task, classification_task, clustering_task, draw, pair_task, read_retrieval, relevant, sts_task, subset
-
-WORDS = "moon tide bread flour compiler code sea water baker moonlight".split()
-
-
-@st.composite
-def tasks(build):
-    "A small task with graded judgements, some of them 0."
-    documents = [f"d{n}" for n in range(build(st.integers(2, 30)))]
-    queries = [f"q{n}" for n in range(build(st.integers(1, 6)))]
-    text = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
-    qrels = {}
-    for query in queries:
-        judged = build(st.dictionaries(st.sampled_from(documents), st.integers(0, 3), max_size=5))
-        qrels[query] = judged | {build(st.sampled_from(documents)): build(st.integers(1, 3))}
-    return Retrieval("generated", "", {d: build(text) for d in documents}, {q: build(text) for q in queries}, qrels)
-
-
-def shuffle(task, seed):
-    "The same task with its files in another order."
-    def mixed(d):
-        items = list(d.items())
-        random.Random(seed).shuffle(items)
-        return dict(items)
-    return Retrieval(task.name, task.instruction, mixed(task.corpus), mixed(task.queries), {q: mixed(j) for q, j in mixed(task.qrels).items()})
+from common import shuffle, tasks
 
 
 @settings(max_examples=40, deadline=None)
