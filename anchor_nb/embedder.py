@@ -53,11 +53,11 @@ class AnchorEmbedder:
     "Texts to normalised vectors."
     def __init__(self, lm,                     # a causal language model from `load_backbone`
                  formatter: Formatter,         # how texts are laid out
-                 pooling: str = "eos",         # paper: the state at [EOS]; or mean, weighted_mean, first, echo
+                 pooling: str = "eos",         # paper: the state at [EOS]; or mean, weighted_mean, first, content_mean, echo
                  micro_tokens: int = 0):       # tokens of one packed batch; 0: 16384 on a GPU, 1024 on a CPU
         self.lm, self.formatter, self.pooling = lm.eval(), formatter, pooling
         self.echo = [formatter.tokenizer(words, add_special_tokens=False)["input_ids"] for words in ECHO] if pooling == "echo" else []
-        self.pool = None if self.echo else pooling_by_name(pooling)
+        self.pool = None if pooling in ("content_mean", "echo") else pooling_by_name(pooling)
         self.device = next(lm.parameters()).device
         self.micro_tokens = micro_tokens or (16384 if self.device.type == "cuda" else 1024)
 
@@ -99,7 +99,7 @@ def encode_packed(embedder: AnchorEmbedder, texts: list) -> torch.Tensor: # [tex
     "One packed batch of `Tokens` to normalised vectors."
     packed = pack([t.ids for t in texts]).to(embedder.device)
     hidden = run_packed(trunk_of(embedder.lm), packed)
-    pooled = content_mean(hidden, packed, texts) if embedder.echo else embedder.pool(hidden, packed)
+    pooled = embedder.pool(hidden, packed) if embedder.pool else content_mean(hidden, packed, texts)
     return F.normalize(pooled.float(), dim=-1).cpu()
 
 # %% ../nbs/11_embedder.ipynb #8ebc5e54

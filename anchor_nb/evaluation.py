@@ -35,6 +35,7 @@ def checkpoints(source: str,            # run folder, model folder, hub id or sh
     "What there is to evaluate under a name, by rising step; ValueError for an unfinished run."
     manifest = Path(source)/"run.json"
     if Path(source).name == "model" and (Path(source).parent/"run.json").is_file(): return checkpoints(str(Path(source).parent), snapshots=False)
+    if Path(source).parent.name == "snapshots" and (run := Path(source).parent.parent/"run.json").is_file(): return [(int(Path(source).name.removeprefix("step-")), str(source), str(run))]
     if not manifest.is_file(): return [(0, str(source), "")]
     run = json.loads(manifest.read_text(encoding="utf-8"))
     if run.get("status") != "complete": raise ValueError(f"{manifest}: the run is {run.get('status')}; start its stage again with the same parameters to finish it")
