@@ -13,8 +13,9 @@ import numpy as np
 from statistics import fmean
 from .measurement import load_evaluation
 from .scoring import evaluation_file
+from .recipe import paper
 from .significance import interval_of, over_seeds
-from .tables import by_seed, comparable, last_steps, mean_by_seed, paper
+from .tables import by_seed, comparable, last_steps, mean_by_seed
 
 # %% ../nbs/16_figures.ipynb #224e07af
 SYSTEMS = {"untrained": ("untrained", "#949494"), "stage1": ("stage I only", "#029e73"),

@@ -10,9 +10,9 @@ __all__ = ['LAYOUT_FILE', 'chat_parts', 'Layout', 'resolve_layout', 'find_bos', 
 # %% ../nbs/01_prompts.ipynb #2f6be8ef
 import json
 from dataclasses import dataclass, asdict, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
+from .recipe import paper
 
 # %% ../nbs/01_prompts.ipynb #43adb60d
 def chat_parts(tokenizer, # a transformers tokenizer with a chat template
@@ -179,7 +179,7 @@ def load_formatter(folder: str,      # model folder or hub id
 # %% ../nbs/01_prompts.ipynb #3b1fd7f8
 def paper_instructions() -> dict: # dataset -> list of instructions
     "The training instructions of table 6."
-    return json.loads((files("anchor_nb")/"paper.json").read_text(encoding="utf-8"))["table6_training_instructions"]
+    return paper()["table6_training_instructions"]
 
 def load_instructions(source: str, # paper, none, or a YAML file of name: instruction(s)
                      ):           # -> dataset: list of instructions; None: no instructions at all

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 import numpy as np
 from .figures import PAPER_MODELS, PAPER_NAMES, SYSTEMS, finals, interval, metric_of, points, system
-from .significance import paired_bootstrap
-from .tables import compared, comparable, expected_vs_obtained, paper
+from .recipe import paper
+from .tables import by_seed, comparable, compared, expected_vs_obtained, over_tasks
 
 # %% ../nbs/16a_report.ipynb #6b9b4433
 def _cell(value: float, found=None, sign: str = "") -> str: # value in [0, 1]
@@ -47,8 +47,9 @@ def difference_at(ledger: list, per_query: dict,
     shown, kept = points(ledger), per_query or {}
     sides = [shown.get((*who, task), {}) for who in (first, second)]
     if found := compared(*sides, [kept.get((*who, task)) for who in (first, second)]): return found
-    scores = [{row["task"]: row["value"] for row in comparable(ledger) if (row["label"], row["step"]) == who} for who in (first, second)]
-    return paired_bootstrap(*scores) if [len(side) for side in sides] == [1, 1] and task not in scores[0] else None
+    rows = comparable(ledger)
+    single = [by_seed([row for row in rows if (row["label"], row["step"]) == who]) for who in (first, second)]
+    return over_tasks(*single, list(single[0])) if all(sides) and task not in single[0] else None
 
 def difference(ledger: list, per_query: dict, first: str, second: str, task: str):
     "The same at the last steps of two systems."

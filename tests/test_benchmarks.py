@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from anchor_nb import benchmarks
-from anchor_nb.benchmarks import check_data, find_task, find_tasks, instructions_for, leaves, paper_table, use_local_copies
+from anchor_nb.benchmarks import check_data, find_task, find_tasks, instructions_for, leaves, use_local_copies
+from anchor_nb.recipe import paper
 
 
 @pytest.fixture(autouse=True)
@@ -175,10 +176,10 @@ def test_benchmarks_have_the_tasks_they_are_known_for(name, count):
 
 
 def test_the_papers_benchmarks_are_the_papers():
-    assert set(names(find_tasks("paper56"))) == set(paper_table("table14_15_tasks"))
+    assert set(names(find_tasks("paper56"))) == set(paper()["table14_15_tasks"])
     by_type = {}
     for task in find_tasks("paper15"): by_type.setdefault(task.metadata.type, set()).add(task.metadata.name)
-    assert by_type == {kind: set(tasks) for kind, tasks in paper_table("table8_subset15").items()}
+    assert by_type == {kind: set(tasks) for kind, tasks in paper()["table8_subset15"].items()}
     assert set(names(find_tasks("beir14"))) == set(names(find_tasks("beir"))) - {"MSMARCO"}
 
 
@@ -234,7 +235,7 @@ def test_the_quick_suite_needs_nothing_and_runs():
 # ---- instructions ----
 
 def test_instructions_are_the_papers():
-    table, found = paper_table("table13_eval_instructions"), instructions_for(find_tasks("paper56"), "paper")
+    table, found = paper()["table13_eval_instructions"], instructions_for(find_tasks("paper56"), "paper")
     assert len(found) == 67
     for task in find_tasks("paper56"):
         name, kind = task.metadata.name, task.metadata.type
