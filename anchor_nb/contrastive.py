@@ -118,11 +118,12 @@ class Embedding(nn.Module):
     "Packed texts to embeddings, with gradient."
     def __init__(self, lm, pool: str = "eos"): # paper: [EOS]
         super().__init__()
-        self.lm, self.pool = lm, pooling(pool)
+        self.lm, self.pool = lm, None if pool == "eos" else pooling(pool)
 
     def forward(self, packed: Packed) -> Tensor: # [texts, hidden]
-        "One vector for each text of a packed batch."
-        return self.pool(run_packed(trunk_of(self.lm), packed), packed)
+        "One vector for each text of a packed batch; for [EOS], the last layer runs there alone."
+        states = run_packed(trunk_of(self.lm), packed, only_last=self.pool is None)
+        return self.pool(states, packed) if self.pool else states
 
 # %% ../nbs/08_contrastive.ipynb #65ad03b3
 def cached_step(embed,       # pieces of texts -> embeddings: the (wrapped) module
@@ -133,18 +134,19 @@ def cached_step(embed,       # pieces of texts -> embeddings: the (wrapped) modu
                 sync,        # is it the last piece? -> the context its forward and backward run in
                ) -> tuple:   # (loss, facts)
     "One step in pieces, with the gradient of the whole."
-    device = order.device
-    states, parts = [], []
+    device, states, parts = order.device, [], []
+    with sync(len(pieces) == 1): kept = embed(pieces[0])
     with torch.no_grad():
-        for piece in pieces:
+        for piece in pieces[1:]:
             states.append(random_state(device))
             parts.append(embed(piece))
-    leaf = torch.cat(parts).index_select(0, order.argsort()).requires_grad_()
+    leaf = torch.cat([kept.detach(), *parts]).index_select(0, order.argsort()).requires_grad_()
     loss, facts = loss_of(leaf)
     cached, = torch.autograd.grad(loss, leaf)
-    upstream = cached.index_select(0, order).split([len(part) for part in parts])
-    for k, (piece, state, gradient) in enumerate(zip(pieces, states, upstream)):
-        with sync(k == len(pieces) - 1):
+    first, *upstream = cached.index_select(0, order).split([len(part) for part in (kept, *parts)])
+    with sync(len(pieces) == 1): backward((kept*first).sum())
+    for k, (piece, state, gradient) in enumerate(zip(pieces[1:], states, upstream), 2):
+        with sync(k == len(pieces)):
             with replayed(state, device): again = embed(piece)
             backward((again*gradient).sum())
     return loss.detach(), facts

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'FEATURES', 'E5_FILES', 'pick_field', 'as_text', 'as_texts', 'parse_row', 'read_lines',
            'read_table', 'open_table', 'parsed', 'find_sources', 'missing_files', 'file_hash', 'content_hash',
-           'parser_version', 'load_source', 'load_pairs', 'Batch', 'generator', 'Batches', 'check_sizes', 'Example',
-           'rotate', 'examples']
+           'parser_version', 'load_source', 'load_pairs', 'Batch', 'generator', 'permutation', 'Batches', 'check_sizes',
+           'Example', 'rotate', 'deal', 'characters', 'examples']
 
 # %% ../nbs/02_data.ipynb #ac7e4b4a
 import hashlib, json
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Iterator
 import numpy as np
@@ -158,6 +159,11 @@ def generator(*key) -> np.random.Generator: # a fresh stream for every key
     digest = hashlib.sha256(json.dumps(key).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
+@lru_cache(maxsize=16)
+def permutation(size: int, *key) -> np.ndarray: # kept: drawing a million numbers anew for each step takes longer than the rest of it
+    "The numbers below `size` in an order that depends on the key alone."
+    return generator(*key).permutation(size)
+
 # %% ../nbs/02_data.ipynb #034fa65d
 class Batches:
     "Batch number `step`, as a pure function of sizes, ratios, batch size and seed."
@@ -176,7 +182,7 @@ class Batches:
             self.drawn = np.searchsorted(self.bounds, draws, side="right").clip(max=len(self.names) - 1)
         name = self.names[self.drawn[step]]
         epoch, block = divmod(int((self.drawn[:step] == self.drawn[step]).sum()), self.sizes[name] // self.batch)
-        order = generator("rows", self.seed, name, epoch).permutation(self.sizes[name])
+        order = permutation(self.sizes[name], "rows", self.seed, name, epoch)
         return Batch(name, order[block*self.batch:(block + 1)*self.batch], epoch)
 
 # %% ../nbs/02_data.ipynb #a24aa3b3
@@ -201,16 +207,30 @@ def rotate(items: list, turn: int, count: int) -> list: # `count` items, other o
     "A window of `count` items that moves by its length each turn."
     return [items[(turn*count + k) % len(items)] for k in range(min(count, len(items)))]
 
+# %% ../nbs/02_data.ipynb #d89951d7
+def deal(lengths: list, rank: int, ranks: int) -> list: # of numbers, in rising order
+    "The examples that one rank gets: as many as any other's, and about as long."
+    order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
+    player = lambda place: min(place % (2*ranks), 2*ranks - 1 - place % (2*ranks))
+    return sorted(n for place, n in enumerate(order) if player(place) == rank)
+
+def characters(example: Example, most: int) -> int:
+    "How long an example is, each text counted up to `most` characters."
+    return sum(min(len(text), most) for text in (example.query, example.positive, *example.negatives))
+
+# %% ../nbs/02_data.ipynb #1e0b594e
 def examples(table,             # datasets.Dataset of the batch's dataset
              batch: Batch,
              instructions,      # dataset -> instructions, see `prompts`; None: nobody gets one
              negatives: int = 0, # hard negatives of each example
-             rank: int = 0, ranks: int = 1, # this process takes every `ranks`-th row, from `rank` on
+             rank: int = 0, ranks: int = 1, # the share of one process
+             most: int = 2560,  # characters of a text that count when examples are dealt; 512 tokens of English
             ) -> list:           # of `Example`
     "The examples of a batch that belong to one rank, in order."
     own = (instructions or {}).get(batch.dataset, [""])
     choose = lambda row, number: "" if instructions is None else row["instruction"] or own[number % len(own)]
-    rows = batch.rows[rank::ranks].tolist()
-    return [Example(row["query"], *rotate(row["positives"], batch.epoch, 1), rotate(row["negatives"], batch.epoch, negatives),
-                    choose(row, number), row["document_instruction"])
-            for number, row in zip(rows, table.select(rows))]
+    rows = batch.rows.tolist()
+    found = [Example(row["query"], *rotate(row["positives"], batch.epoch, 1), rotate(row["negatives"], batch.epoch, negatives),
+                     choose(row, number), row["document_instruction"])
+             for number, row in zip(rows, table.select(rows))]
+    return found if ranks == 1 else [found[n] for n in deal([characters(e, most) for e in found], rank, ranks)]

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ECHO', 'find_model', 'stored_facts', 'base_of', 'load_weights', 'AnchorEmbedder', 'echoed', 'content_mean',
-           'encode_packed', 'encode', 'encode_query', 'encode_document', 'Replicas', 'to_device', 'save_pretrained']
+           'encode_packed', 'growing', 'ahead', 'encode', 'tokens_of', 'encode_query', 'encode_document', 'Replicas',
+           'to_device', 'save_pretrained']
 
 # %% ../nbs/11_embedder.ipynb #4f3e7313
 import copy
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 from .prompts import Formatter, LAYOUT_FILE, Tokens, load_formatter, save_layout
 from .corpora import resolve_model
 from .packing import cut_by_tokens, pack
-from .backbone import attach_adapter, load_backbone, on_gpu, run_packed, trunk_of
+from .attention import on_gpu
+from .backbone import attach_adapter, load_backbone, run_packed, trunk_of
 from .pooling import pooling as pooling_by_name, weighted_sum
 
 # %% ../nbs/11_embedder.ipynb #45e83fcc
@@ -95,14 +97,31 @@ def content_mean(hidden: torch.Tensor, packed, texts: list) -> torch.Tensor: # [
     return weighted_sum(hidden, weights, packed)
 
 # %% ../nbs/11_embedder.ipynb #806e1f58
-def encode_packed(embedder: AnchorEmbedder, texts: list) -> torch.Tensor: # [texts, hidden] fp32 on the CPU
-    "One packed batch of `Tokens` to normalised vectors."
-    packed = pack([t.ids for t in texts]).to(embedder.device)
-    hidden = run_packed(trunk_of(embedder.lm), packed)
-    pooled = embedder.pool(hidden, packed) if embedder.pool else content_mean(hidden, packed, texts)
-    return F.normalize(pooled.float(), dim=-1).cpu()
+def encode_packed(embedder: AnchorEmbedder, texts: list) -> torch.Tensor: # [texts, hidden] fp32 on the embedder's device
+    "One packed batch of `Tokens` to normalised vectors; for [EOS], the last layer runs there alone."
+    packed, eos = pack([t.ids for t in texts]).to(embedder.device), embedder.pooling == "eos"
+    states = run_packed(trunk_of(embedder.lm), packed, only_last=eos)
+    if not eos: states = embedder.pool(states, packed) if embedder.pool else content_mean(states, packed, texts)
+    return F.normalize(states.float(), dim=-1)
 
 # %% ../nbs/11_embedder.ipynb #8ebc5e54
+def growing(total: int, first: int = 256, most: int = 8192): # -> slices
+    "Parts of a list of `total` items, each twice as long as the one before."
+    start, size = 0, first
+    while start < total:
+        yield slice(start, start + size)
+        start, size = start + size, min(2*size, most)
+
+def ahead(function, items): # -> a generator
+    "A function of each item, computed in a thread while the result before it is in use."
+    with ThreadPoolExecutor(1) as pool:
+        coming = []
+        for item in items:
+            coming.append(pool.submit(function, item))
+            if len(coming) > 1: yield coming.pop(0).result()
+        yield from (last.result() for last in coming)
+
+# %% ../nbs/11_embedder.ipynb #61380c95
 @torch.inference_mode()
 def encode(embedder: AnchorEmbedder,
            texts,                       # a text or a list of them
@@ -110,16 +129,24 @@ def encode(embedder: AnchorEmbedder,
            show_progress_bar: bool = False,
           ) -> np.ndarray:              # [texts, hidden] fp32 of length 1; [hidden] for one text
     "Embed texts; ValueError when something is no text."
+    from tqdm import tqdm
     if isinstance(texts, str): return embedder.encode([texts], instruction)[0]
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str)]: raise ValueError(f"text {bad[0]} is {type(texts[bad[0]]).__name__}, not a string")
-    if not len(texts): return np.empty((0, embedder.lm.config.hidden_size), np.float32)
-    tokens = embedder.formatter(list(texts), instruction)
-    if embedder.echo: tokens = [echoed(embedder, t) for t in tokens]
-    pieces = cut_by_tokens([len(t.ids) for t in tokens], embedder.micro_tokens)
-    from tqdm import tqdm
-    vectors = [encode_packed(embedder, [tokens[n] for n in piece]) for piece in tqdm(pieces, disable=not show_progress_bar, desc="encode", mininterval=1)]
-    order = torch.tensor([n for piece in pieces for n in piece]).argsort()
-    return torch.cat(vectors)[order].numpy()
+    texts, parts = list(texts), list(growing(len(texts)))
+    vectors = np.empty((len(texts), embedder.lm.config.hidden_size), np.float32)
+    with tqdm(total=len(texts), disable=not show_progress_bar, desc="encode", unit=" texts", mininterval=1) as bar:
+        for part, tokens in zip(parts, ahead(lambda part: tokens_of(embedder, texts[part], instruction if isinstance(instruction, str) else instruction[part]), parts)):
+            pieces, found = cut_by_tokens([len(t.ids) for t in tokens], embedder.micro_tokens), []
+            for piece in pieces:
+                found.append(encode_packed(embedder, [tokens[n] for n in piece]))
+                bar.update(len(piece))
+            vectors[part.start + np.concatenate(pieces)] = torch.cat(found).cpu().numpy()
+    return vectors
+
+def tokens_of(embedder: AnchorEmbedder, texts: list, instruction) -> list: # of `Tokens`
+    "Texts as the model reads them."
+    tokens = embedder.formatter(texts, instruction)
+    return [echoed(embedder, t) for t in tokens] if embedder.echo else tokens
 
 AnchorEmbedder.encode = encode
 

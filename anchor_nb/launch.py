@@ -170,13 +170,13 @@ def importable(function) -> bool: # can another process import it by name?
 # %% ../nbs/10_launch.ipynb #09d453db
 def choose_start(function,            # what to launch
                  start_method: str,   # auto, fork or spawn
-                 cuda_awake: bool,    # is CUDA initialised in this process?
+                 cuda_awake: bool,    # is CUDA initialised in this process, or bitsandbytes imported, which accelerate takes for the same?
                 ) -> str:             # fork or spawn
     "How processes start; RuntimeError when neither way can work."
     if start_method not in ("auto", "fork", "spawn"): raise ValueError(f"start_method={start_method!r}; choose auto, fork or spawn")
     method = start_method if start_method != "auto" else "spawn" if cuda_awake else "fork"
     if method == "fork" and cuda_awake:
-        raise RuntimeError("CUDA is initialised in this kernel, so processes cannot be forked; restart the kernel or use start_method='spawn'")
+        raise RuntimeError("CUDA is initialised in this kernel, or bitsandbytes imported, so processes cannot be forked; restart the kernel or use start_method='spawn'")
     if method == "spawn" and not importable(function):
         raise RuntimeError(f"{function.__name__} was defined in a cell and cannot be sent to spawned processes; "
                            "import it from a module, or restart the kernel so that CUDA is not initialised and processes can be forked")
@@ -213,7 +213,7 @@ def launch_many(function, args: tuple, processes: int, folder: Path, start_metho
     if accelerate_in_use():
         raise RuntimeError("an Accelerator has been made in this kernel, so it cannot launch several processes; "
                            "restart the kernel and make the Accelerator inside the launched function")
-    start = choose_start(function, start_method, torch.cuda.is_initialized())
+    start = choose_start(function, start_method, torch.cuda.is_initialized() or "bitsandbytes" in sys.modules)
     threads = 1 if start == "fork" else max(1, (os.cpu_count() or 1)//processes)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

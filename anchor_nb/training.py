@@ -4,25 +4,28 @@
 
 # %% auto #0
 __all__ = ['all_reduce', 'to_device', 'ReconstructionStep', 'ContrastiveStep', 'Steps', 'add_row', 'keep_rows', 'replace_folder',
-           'sync_file', 'check_checkpoint', 'checkpoints', 'AnchorTrainer', 'Progress', 'Snapshots',
-           'training_arguments', 'Inputs', 'check_inputs', 'build_model', 'saver', 'check_same_run', 'locked', 'train',
-           'make_trainer', 'run_trainer', 'finish']
+           'sync_file', 'check_checkpoint', 'checkpoints', 'same', 'quiet_worker', 'AnchorTrainer', 'Progress',
+           'Snapshots', 'training_arguments', 'Inputs', 'check_inputs', 'build_model', 'saver', 'check_same_run',
+           'locked', 'train', 'make_trainer', 'run_trainer', 'finish']
 
 # %% ../nbs/09_training.ipynb #2e118d0d
 import fcntl, json, os, shutil, sys, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 import torch
 from torch import Tensor
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from .recipe import Training, Stage1, Stage2, identity
 from .prompts import Formatter, load_formatter, load_instructions, save_layout
 from .data import Batches, content_hash, examples, find_sources, load_pairs
 from .corpora import resolve_model
 from .packing import cut_by_tokens, pack
-from .backbone import add_lora, check_causal, choose_attention, load_backbone, merge_adapters, on_gpu, wants_autocast
+from .attention import choose_attention, on_gpu, wants_autocast
+from .backbone import add_lora, check_causal, compile_layers, load_backbone, merge_adapters
+from .planning import plan_for
 from .reconstruction import DecodeRules, Reconstruction, count_targets, pack_pairs
 from .contrastive import Embedding, cached_step, contrastive_batch, contrastive_loss, world
 
@@ -91,10 +94,7 @@ class ContrastiveStep:
         order = torch.tensor([n for piece in cut for n in piece], device=device)
         batch = to_device(batch, device)
         loss_of = lambda embeddings: contrastive_loss(embeddings, batch, self.temperature, self.mask)
-        if len(pieces) > 1: loss, facts = cached_step(model, pieces, order, loss_of, backward, sync)
-        else:
-            loss, facts = loss_of(model(pieces[0]).index_select(0, order.argsort()))
-            backward(loss)
+        loss, facts = cached_step(model, pieces, order, loss_of, backward, sync)
         facts = dict(zip(facts, all_reduce(torch.stack([value.double() for value in facts.values()])).tolist()))
         return dict(facts, tokens=sum(lengths), false_negatives=int(facts["false_negatives"]), candidates=int(facts["candidates"]))
 
@@ -152,6 +152,15 @@ def checkpoints(out) -> list: # folders, oldest first
     return sorted(Path(out).glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
 
 # %% ../nbs/09_training.ipynb #41206b55
+def same(item):
+    "The item: a batch needs no collating."
+    return item
+
+def quiet_worker(number: int):
+    "In a worker, keep the tokenizer from starting threads and from warning that it may not."
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# %% ../nbs/09_training.ipynb #aa364ef3
 class AnchorTrainer(Trainer):
     "`transformers.Trainer` whose step is one global batch."
     def __init__(self, model, args, *, step, steps: Steps, save, schedule_steps: int = 0, **kwargs):
@@ -161,7 +170,8 @@ class AnchorTrainer(Trainer):
 
     def get_train_dataloader(self):
         own = torch.Generator() # the global generator belongs to dropout, and must be where an uninterrupted run has it
-        return torch.utils.data.DataLoader(self.train_dataset, batch_size=None, collate_fn=lambda item: item, generator=own)
+        workers = dict(multiprocessing_context="fork", worker_init_fn=quiet_worker, prefetch_factor=2) if self.args.dataloader_num_workers else {}
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=None, collate_fn=same, generator=own, num_workers=self.args.dataloader_num_workers, **workers)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         "The gradient of one global batch, and its loss."
@@ -249,7 +259,7 @@ def training_arguments(recipe: Training) -> TrainingArguments:
         output_dir=recipe.out, max_steps=recipe.steps, learning_rate=recipe.learning_rate, warmup_steps=recipe.warmup_steps,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(recipe.schedule, recipe.schedule), weight_decay=recipe.weight_decay,
         max_grad_norm=recipe.max_grad_norm, seed=recipe.seed, bf16=wants_autocast(recipe.precision), use_cpu=not gpu,
-        optim="adamw_torch_fused" if gpu else "adamw_torch", logging_steps=1, logging_nan_inf_filter=False, disable_tqdm=True,
+        optim={"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}[recipe.optimizer], dataloader_num_workers=recipe.workers if recipe.workers >= 0 else 2*gpu, logging_steps=1, logging_nan_inf_filter=False, disable_tqdm=True,
         save_strategy="steps" if recipe.save_steps else "no", save_steps=recipe.save_steps or 1, ignore_data_skip=True,
         report_to=recipe.trackers or "none", run_name=Path(recipe.out).name, remove_unused_columns=False, ddp_find_unused_parameters=False,
         per_device_train_batch_size=1, **(dict(ddp_backend="gloo") if not gpu and "WORLD_SIZE" in os.environ else {}))
@@ -269,6 +279,7 @@ def check_inputs(recipe: Training) -> Inputs:
     ranks = int(os.environ.get("WORLD_SIZE", 0)) or recipe.processes or max(1, torch.cuda.device_count())
     if recipe.global_batch % ranks: raise ValueError(f"global_batch={recipe.global_batch} does not divide among {ranks} processes; choose a multiple of {ranks}")
     if not recipe.out: raise ValueError("out is empty; name a folder for the run")
+    if recipe.optimizer == "adamw_8bit" and not find_spec("bitsandbytes"): raise ValueError("optimizer=adamw_8bit needs bitsandbytes: pip install anchor_nb[8bit]; or take optimizer=adamw")
     choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False))
     model = resolve_model(recipe.model)
     check_causal(model)
@@ -280,12 +291,13 @@ def check_inputs(recipe: Training) -> Inputs:
     return Inputs(formatter, tables, batches, data)
 
 # %% ../nbs/09_training.ipynb #7c24b44c
-def build_model(recipe: Training, checkpoint: Path | None): # -> the module whose forward the step calls
+def build_model(recipe: Training, checkpoint: Path | None, checkpointing: bool): # -> the module whose forward the step calls
     "The trainable module of a stage, from the start or from a checkpoint."
     attention = choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False))
-    how = (attention, recipe.precision, recipe.gradient_checkpointing)
-    if isinstance(recipe, Stage1): return Reconstruction(load_backbone(str(checkpoint or resolve_model(recipe.model)), *how), recipe.alpha)
-    base = load_backbone(resolve_model(recipe.model), *how)
+    source = str(checkpoint) if checkpoint and isinstance(recipe, Stage1) else resolve_model(recipe.model)
+    base = load_backbone(source, attention, recipe.precision, checkpointing)
+    if recipe.compile: compile_layers(base)
+    if isinstance(recipe, Stage1): return Reconstruction(base, recipe.alpha)
     if not checkpoint: return Embedding(add_lora(base, recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, recipe.seed))
     from peft import PeftModel
     return Embedding(PeftModel.from_pretrained(base, str(checkpoint), is_trainable=True))
@@ -343,10 +355,12 @@ def make_trainer(recipe: Training, inputs: Inputs, args: TrainingArguments, save
     "Put model, step and data together, at the start or at a checkpoint."
     if checkpoint: check_checkpoint(checkpoint, len(list(checkpoint.glob("rng_state*"))))
     step_of = ReconstructionStep if isinstance(recipe, Stage1) else ContrastiveStep
-    step = step_of(recipe, inputs.formatter, recipe.micro_tokens or (16384 if on_gpu() else 1024))
+    plan = plan_for(recipe, AutoConfig.from_pretrained(resolve_model(recipe.model)), str(args.device), args.world_size)
+    if args.process_index == 0: print(plan.why, flush=True)
+    step = step_of(recipe, inputs.formatter, plan.micro_tokens)
     first = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     steps = Steps(inputs.tables, inputs.batches, load_instructions(recipe.instructions), step, first, recipe.steps)
-    trainer = AnchorTrainer(build_model(recipe, checkpoint), args, step=step, steps=steps, save=save, schedule_steps=recipe.schedule_steps)
+    trainer = AnchorTrainer(build_model(recipe, checkpoint, plan.gradient_checkpointing), args, step=step, steps=steps, save=save, schedule_steps=recipe.schedule_steps)
     if getattr(recipe, "snapshot_steps", 0): trainer.add_callback(Snapshots(recipe.snapshot_steps, save, Path(recipe.out)))
     return trainer
 

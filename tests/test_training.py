@@ -3,6 +3,7 @@ import json
 import random
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,27 @@ def test_two_processes_are_one(name, tmp_path):
     assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"two"), 1e-6)
     one, two = [load_file(tmp_path/which/"model"/"model.safetensors") for which in ("one", "two")]
     assert max((one[k] - two[k]).abs().max().item() for k in one) < 1e-6
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_how_does_not_change_what(name, tmp_path):
+    "Batches prepared by other processes, and activations computed twice, leave the trajectory alone."
+    stage, settings = STAGES[name]
+    hows = dict(plain={}, prepared=dict(workers=2, gradient_checkpointing="always"), both=dict(processes=2, workers=1, gradient_checkpointing="always", micro_tokens=10_000))
+    for how, extra in hows.items(): run(recipe(stage, tmp_path/how, steps=4, precision="fp64", **settings | extra))
+    for how in ("prepared", "both"): assert_same_trajectory(rows(tmp_path/"plain"), rows(tmp_path/how), 1e-9)
+
+
+def test_eight_bit_optimizer_states(tmp_path):
+    "They learn, and their states are small; without the package the error says what to install."
+    from anchor_nb.training import train
+    settings = recipe(Stage1, tmp_path/"run", steps=10, optimizer="adamw_8bit")
+    if not find_spec("bitsandbytes"):
+        with pytest.raises(ValueError, match=r"pip install anchor_nb\[8bit\]"): train(settings)
+        pytest.skip("bitsandbytes is not installed")
+    train(settings)
+    found = rows(tmp_path/"run")
+    assert found[-1]["loss"] < found[0]["loss"] - 0.3
 
 
 def weights(out) -> dict:
