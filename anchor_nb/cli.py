@@ -6,7 +6,8 @@
 __all__ = ['app', 'Parameters', 'Preset', 'ParameterFile', 'Output', 'DryRun', 'Quiet', 'Model', 'Benchmark', 'Task', 'DataRoot',
            'AsJson', 'readable_errors', 'read_pairs', 'read_parameter_file', 'gather', 'first_line', 'list_stages',
            'list_presets', 'parameter_help', 'show', 'add_stage', 'model_label', 'evaluate_parameters', 'print_outcome',
-           'evaluate', 'list_benchmarks', 'paper_tables', 'show_plan', 'pipeline', 'demo', 'main']
+           'evaluate', 'list_benchmarks', 'paper_tables', 'plan_memory', 'run_benchmark', 'show_plan', 'pipeline',
+           'demo', 'main']
 
 # %% ../nbs/17_cli.ipynb #a03eba8a
 import json
@@ -186,6 +187,33 @@ def paper_tables(ledger: Annotated[Path, typer.Argument(help="a ledger.jsonl, or
         run, counts = lines if every else lines[lines["verdict"] != "not run"], lines["verdict"].value_counts()
         typer.echo(f"table {number}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
         if len(run): typer.echo(run.drop(columns="table").to_string(index=False, na_rep="", float_format="{:.2f}".format))
+
+# %% ../nbs/17_cli.ipynb #72712127
+@app.command("plan")
+def plan_memory(model: Annotated[str, typer.Option(help="folder, hub id, short name, or one of the paper's models, such as llama-3.2-1b")] = "smollm2-135m",
+                gpus: int = 1, gpu_memory: Annotated[float, typer.Option(help="GB of each")] = 80,
+                max_length: Annotated[int, typer.Option(help="tokens of one text at most")] = 512,
+                mean_query: Annotated[int, typer.Option(help="tokens of a query on average")] = 25,
+                mean_document: Annotated[int, typer.Option(help="tokens of a document on average")] = 180,
+                global_batch: int = 512, precision: str = "bf16", optimizer: str = "adamw",
+                rate: Annotated[float, typer.Option(help="10^12 operations a second of one GPU's matrix products; without, no seconds")] = 0,
+                as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False):
+    "What each stage needs: memory, tokens of a micro-batch, operations, time. Exit code 1 where a stage does not fit."
+    from anchor_nb import planning
+    with readable_errors(): rows = planning.report(model, gpus, gpu_memory, max_length, mean_query, mean_document, global_batch, rate*1e12, precision, optimizer)
+    typer.echo(json.dumps(dict(stages=rows)) if as_json else planning.table(rows))
+    if not all(row["fits"] for row in rows): raise typer.Exit(1)
+
+# %% ../nbs/17_cli.ipynb #afdc28ec
+@app.command("bench")
+def run_benchmark(name: Annotated[str, typer.Argument(help="stage1, stage2, encode or growth")],
+                  quick: Annotated[bool, typer.Option("--quick", help="seconds on a tiny model instead of minutes on a real one")] = False,
+                  out: Annotated[str, typer.Option(help="folder of the results, a file of rows for each benchmark")] = "runs/bench",
+                  pairs: Parameters = []):
+    "Measure speed and memory against the peers; progress on stderr, one JSON object on stdout."
+    from anchor_nb import bench
+    with readable_errors(): result = bench.run_bench(name, quick, out, say=lambda line: typer.echo(line, err=True), **read_pairs(pairs))
+    typer.echo(json.dumps(result))
 
 # %% ../nbs/17_cli.ipynb #b0227d1d
 def show_plan(preset: str, out: Path, overrides: dict):

@@ -277,7 +277,10 @@ def kept_plan(shape: Shape, setup: Setup, work: Work, free: float, tokens: int, 
     if said is None:
         cut = setup.stage == "stage2" and tokens < sum(work.lengths("stage2")) # GradCache recomputes already
         said = not cut and sum(memory(shape, setup, tokens).values()) > USABLE*free
-    if not tokens: tokens = max(min(fitting_tokens(shape, setup, USABLE*free, said), usual)//64*64, min(usual, 64))
+    if not tokens:
+        fits = fitting_tokens(shape, setup, USABLE*free, said)
+        whole = said and setup.stage == "stage2" # with checkpointing, stage II is one piece: cut in several it would recompute twice
+        tokens = max((fits if whole else min(fits, usual))//64*64, min(usual, 64))
     return describe(shape, setup, work, tokens, said, math.ceil(sum(work.lengths(setup.stage))/tokens), free)
 
 # %% ../nbs/08b_planning.ipynb #9ba8f538

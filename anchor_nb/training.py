@@ -24,7 +24,7 @@ from .data import Batches, content_hash, examples, find_sources, load_pairs
 from .corpora import resolve_model
 from .packing import cut_by_tokens, pack
 from .attention import choose_attention, on_gpu, wants_autocast
-from .backbone import add_lora, check_causal, compile_layers, load_backbone, merge_adapters
+from .backbone import add_lora, check_causal, compile_layers, load_backbone, merge_adapters, trunk_of
 from .planning import plan_for
 from .reconstruction import DecodeRules, Reconstruction, count_targets, pack_pairs
 from .contrastive import Embedding, cached_step, contrastive_batch, contrastive_loss, world
@@ -90,6 +90,8 @@ class ContrastiveStep:
         lengths = [len(text) for text in batch.texts]
         most = all_reduce(torch.tensor(len(cut_by_tokens(lengths, self.budget)), device=device), "MAX")
         cut = cut_by_tokens(lengths, self.budget, at_least=int(most))
+        if len(cut) > 1 and trunk_of(getattr(model, "module", model).lm).is_gradient_checkpointing:
+            raise ValueError(f"gradient_checkpointing=always, and this batch of {sum(lengths)} tokens needs {len(cut)} pieces of {self.budget}: checkpointing and GradCache would both recompute it; use gradient_checkpointing=never or auto, or raise micro_tokens")
         pieces = [pack([batch.texts[n] for n in piece]).to(device) for piece in cut]
         order = torch.tensor([n for piece in cut for n in piece], device=device)
         batch = to_device(batch, device)
@@ -279,6 +281,8 @@ def check_inputs(recipe: Training) -> Inputs:
     ranks = int(os.environ.get("WORLD_SIZE", 0)) or recipe.processes or max(1, torch.cuda.device_count())
     if recipe.global_batch % ranks: raise ValueError(f"global_batch={recipe.global_batch} does not divide among {ranks} processes; choose a multiple of {ranks}")
     if not recipe.out: raise ValueError("out is empty; name a folder for the run")
+    if sharded := [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED") if os.environ.get(name, "").lower() == "true"]:
+        raise ValueError(f"{sharded[0]}=true: sharded training is not there yet, and GradCache has not been tried with it; launch without it, for plain data parallelism")
     if recipe.optimizer == "adamw_8bit" and not find_spec("bitsandbytes"): raise ValueError("optimizer=adamw_8bit needs bitsandbytes: pip install anchor_nb[8bit]; or take optimizer=adamw")
     choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False))
     model = resolve_model(recipe.model)

@@ -45,6 +45,18 @@ def test_how_does_not_change_what(name, tmp_path):
     for how in ("prepared", "both"): assert_same_trajectory(rows(tmp_path/"plain"), rows(tmp_path/how), 1e-9)
 
 
+def test_nothing_is_recomputed_twice(tmp_path):
+    "Checkpointing and GradCache together are refused."
+    from anchor_nb.training import train
+    with pytest.raises(ValueError, match="would both recompute"): train(recipe(Stage2, tmp_path/"run", micro_tokens=60, gradient_checkpointing="always"))
+
+
+def test_sharded_training_is_refused(tmp_path, monkeypatch):
+    from anchor_nb.training import train
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="not there yet"): train(recipe(Stage1, tmp_path/"run"))
+
+
 def test_eight_bit_optimizer_states(tmp_path):
     "They learn, and their states are small; without the package the error says what to install."
     from anchor_nb.training import train
