@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['packed_sdpa', 'shared_heads', 'row_mask', 'is_causal', 'looks_back', 'refuse_unsupported', 'packed_varlen', 'varlen',
            'register_attention', 'attention_inputs', 'on_gpu', 'weight_dtype', 'wants_autocast', 'installed_flash',
-           'usable_attention', 'choose_attention']
+           'has_varlen', 'usable_attention', 'choose_attention']
 
 # %% ../nbs/04a_attention.ipynb #e342b7ad
 import os
 from importlib.util import find_spec
+from inspect import signature
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -114,12 +115,17 @@ def installed_flash() -> list: # newest first
     fits = {4: generation >= 9, 3: generation == 9, 2: generation >= 8}
     return [f"flash_attention_{n}" for n, fit in fits.items() if fit and getattr(utils, f"is_flash_attn_{n}_available")()]
 
+def has_varlen() -> bool:
+    "Whether PyTorch's own kernel is there, in the form used here (since 2.12), and fits the GPU."
+    if torch.cuda.get_device_capability()[0] < 8 or not find_spec("torch.nn.attention.varlen"): return False
+    from torch.nn.attention.varlen import varlen_attn
+    return {"scale", "window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)
+
 def usable_attention(precision: str = "auto", hide_template: bool = False) -> list: # best first
     "The attention implementations that can run here."
     half = wants_autocast(precision) or precision == "pure_bf16"
     if hide_template or not half or not on_gpu(): return ["packed_sdpa"]
-    core = torch.cuda.get_device_capability()[0] >= 8 and find_spec("torch.nn.attention.varlen") is not None
-    return [*installed_flash(), *["packed_varlen"]*core, "packed_sdpa"]
+    return [*installed_flash(), *["packed_varlen"]*has_varlen(), "packed_sdpa"]
 
 def choose_attention(attention: str = "auto", precision: str = "auto", hide_template: bool = False) -> str: # what transformers is told
     "The attention implementation to use; ValueError where the one asked for cannot run."

@@ -11,6 +11,7 @@ __all__ = ['ECHO', 'find_model', 'stored_facts', 'base_of', 'load_weights', 'Anc
 import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -74,6 +75,7 @@ class AnchorEmbedder:
         folder = find_model(path)
         gpu = on_gpu() if not device else "cuda" in device
         precision = {"auto": "pure_bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32", "bf16": "pure_bf16"}.get(precision, precision)
+        if attention == "auto" and not gpu: attention = "packed_sdpa" # a GPU that is there but not asked for must not decide
         lm = load_weights(folder, attention=attention, precision=precision)
         formatter = load_formatter(folder)
         if max_length: formatter = Formatter(formatter.tokenizer, replace(formatter.layout, max_length=max_length))
@@ -134,8 +136,9 @@ def encode(embedder: AnchorEmbedder,
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str)]: raise ValueError(f"text {bad[0]} is {type(texts[bad[0]]).__name__}, not a string")
     texts, parts = list(texts), list(growing(len(texts)))
     vectors = np.empty((len(texts), embedder.lm.config.hidden_size), np.float32)
-    with tqdm(total=len(texts), disable=not show_progress_bar, desc="encode", unit=" texts", mininterval=1) as bar:
-        for part, tokens in zip(parts, ahead(lambda part: tokens_of(embedder, texts[part], instruction if isinstance(instruction, str) else instruction[part]), parts)):
+    prepare = lambda part: tokens_of(embedder, texts[part], instruction if isinstance(instruction, str) else instruction[part])
+    with closing(ahead(prepare, parts)) as prepared, tqdm(total=len(texts), disable=not show_progress_bar, desc="encode", unit=" texts", mininterval=1) as bar:
+        for part, tokens in zip(parts, prepared):
             pieces, found = cut_by_tokens([len(t.ids) for t in tokens], embedder.micro_tokens), []
             for piece in pieces:
                 found.append(encode_packed(embedder, [tokens[n] for n in piece]))
@@ -179,7 +182,9 @@ class Replicas:
 def to_device(embedder: AnchorEmbedder, device: str) -> AnchorEmbedder:
     "A copy of the embedder on a device, with a tokenizer of its own."
     formatter = Formatter(copy.deepcopy(embedder.formatter.tokenizer), embedder.formatter.layout)
-    return AnchorEmbedder(copy.deepcopy(embedder.lm).to(device), formatter, embedder.pooling, embedder.micro_tokens)
+    lm = copy.deepcopy(embedder.lm).to(device)
+    if torch.device(device).type != "cuda": lm.set_attn_implementation("packed_sdpa")
+    return AnchorEmbedder(lm, formatter, embedder.pooling, embedder.micro_tokens)
 
 AnchorEmbedder.to = to_device
 

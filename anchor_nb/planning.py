@@ -68,6 +68,7 @@ def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     if setup.rank: found["adapters"] = trained*each
     found["gradients"] = trained*each*(1 + (setup.processes > 1))
     found["optimizer"] = trained*STATES[setup.optimizer]*(1 if setup.optimizer == "adamw_8bit" else each)
+    if setup.optimizer == "adamw_8bit" and not setup.rank: found["optimizer"] += 6*shape.head # the table of embeddings keeps states of 32 bits
     return found
 
 # %% ../nbs/08b_planning.ipynb #ff657aa1
@@ -166,7 +167,7 @@ def remedies(shape: Shape, setup: Setup, work: Work, room: float) -> str:
     would = ["optimizer=adamw_8bit"]*fits(eight) + ["precision=pure_bf16"]*fits(pure) + [f"max_length={work.max_length//2}"]*fits({}, shorter)
     if not would and fits({**eight, **pure}): would = ["optimizer=adamw_8bit and precision=pure_bf16"]
     help = f"it would with {' or '.join(would)}" if would else "a smaller model or a device with more memory would do"
-    return help + ". More GPUs do not help: each holds the whole model, and sharding it (FSDP2) is not there yet"
+    return help + ". Texts much shorter than max_length may still fit: set micro_tokens, and the estimate is not asked. More GPUs do not help: each holds the whole model, and sharding it (FSDP2) is not there yet"
 
 def choose(shape: Shape, setup: Setup, work: Work,
            free_bytes: float,      # of one device
@@ -181,7 +182,8 @@ def choose(shape: Shape, setup: Setup, work: Work,
         need = sum(memory(shape, setup, work.longest(stage), checkpointing=stage != "encode").values())
         raise ValueError(f"{stage} does not fit: it needs {need/1e9:.1f} GB at least, and {USABLE:.0%} of {free_bytes/1e9:.1f} GB may be used; {remedies(shape, setup, work, USABLE*free_bytes)}")
     fits, checkpointing = found[0]
-    tokens = max(min(fits, at_most or LIMITS[stage]) // 64*64, 1)
+    whole = checkpointing and stage == "stage2" # then a step must be one piece
+    tokens = fits if whole else max(min(fits, at_most or LIMITS[stage]) // 64*64, 1)
     pieces = math.ceil(sum(work.lengths(stage))/tokens)
     return describe(shape, setup, work, tokens, checkpointing, pieces, free_bytes, rate, efficiency)
 
@@ -195,7 +197,7 @@ def describe(shape: Shape, setup: Setup, work: Work, tokens: int, checkpointing:
     peak = sum(memory(shape, setup, largest, checkpointing).values())
     flops = setup.processes*step_flops(shape, setup, work, pieces, checkpointing)
     seconds = flops/(setup.processes*rate*(efficiency or TARGETS[stage])) if rate else 0.0
-    how = "with gradient checkpointing, since too few tokens fit without" if checkpointing else "GradCache in pieces" if cached else "nothing recomputed"
+    how = "with gradient checkpointing" if checkpointing else "GradCache in pieces" if cached else "nothing recomputed"
     return Plan(stage, tokens, checkpointing, cached, pieces, peak, flops, seconds,
                 f"{stage}: {tokens} tokens a micro-batch, {how}; {peak/1e9:.1f} GB expected of {free_bytes/1e9:.1f} GB free")
 
@@ -219,7 +221,7 @@ def free_memory(device: str = "cpu") -> float: # bytes
     "Memory that this process may still take on a device."
     if str(device).startswith("cuda"):
         import torch
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     table = Path("/proc/meminfo")
     if not table.is_file(): return os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")/2 # half of all there is, where nothing says what is free
     available = [row for row in table.read_text().splitlines() if row.startswith("MemAvailable")]
@@ -260,18 +262,18 @@ def plan_for(recipe,             # `Stage1` or `Stage2`
              config,             # of the model, from transformers
              device: str = "cpu",
              processes: int = 1, # of the run
-             held: int = 0,      # bytes of the model that the device holds already
             ) -> Plan:
     "The plan of a training run; ValueError when nothing fits."
     gpu, setup, length = str(device).startswith("cuda"), setup_for(recipe, processes), recipe.max_length
     work = Work(max(1, recipe.global_batch // processes), length, length, getattr(recipe, "negatives", 0), length)
-    usual = recipe.micro_tokens or (16384 if gpu else ON_CPU[setup.stage])
+    most = LIMITS[setup.stage] if setup.attention != "packed_sdpa" else 16384 # it pads each row to the longest
+    usual = recipe.micro_tokens or (most if gpu else ON_CPU[setup.stage])
     said = {"always": True, "never": False}.get(recipe.gradient_checkpointing)
     try: shape = shape_of(config)
-    except ValueError as error: return Plan(setup.stage, usual, bool(said), False, 1, 0, 0.0, 0.0, f"{setup.stage}: {usual} tokens a micro-batch, unplanned: {error}")
-    free = (free_memory(device) + held)/(1 if gpu else processes)/(2 if recipe.precision == "fp64" else 1)
+    except ValueError as error: return Plan(setup.stage, min(usual, 16384), bool(said), False, 1, 0, 0.0, 0.0, f"{setup.stage}: {usual} tokens a micro-batch, unplanned: {error}")
+    free = free_memory(device)/(1 if gpu else processes)/(2 if recipe.precision == "fp64" else 1)
     if recipe.micro_tokens or said is not None: return kept_plan(shape, setup, work, free, recipe.micro_tokens, said, usual)
-    return choose(shape, setup, work, free, at_most=0 if gpu else usual, enough=ENOUGH if gpu else usual)
+    return choose(shape, setup, work, free, at_most=usual, enough=ENOUGH if gpu else usual)
 
 # %% ../nbs/08b_planning.ipynb #03270400
 def kept_plan(shape: Shape, setup: Setup, work: Work, free: float, tokens: int, said, usual: int) -> Plan:
@@ -282,7 +284,7 @@ def kept_plan(shape: Shape, setup: Setup, work: Work, free: float, tokens: int, 
     if not tokens:
         fits = fitting_tokens(shape, setup, USABLE*free, said)
         whole = said and setup.stage == "stage2" # with checkpointing, stage II is one piece: cut in several it would recompute twice
-        tokens = max((fits if whole else min(fits, usual))//64*64, min(usual, 64))
+        tokens = fits if whole else max(min(fits, usual)//64*64, min(usual, 64))
     return describe(shape, setup, work, tokens, said, math.ceil(sum(work.lengths(setup.stage))/tokens), free)
 
 # %% ../nbs/08b_planning.ipynb #9ba8f538
@@ -298,12 +300,15 @@ def report(model: str,                # as `find_shape` takes it
     "Memory, operations and time of all stages for a model on some GPUs."
     if gpus < 1 or global_batch % gpus: raise ValueError(f"global_batch={global_batch} does not divide among {gpus} GPUs; choose a multiple")
     shape, work = find_shape(model), Work(global_batch//gpus, mean_query, mean_document, negatives, max_length)
+    worst = replace(work, query=max_length, document=max_length)
     setups = [Setup("stage1", precision, optimizer, processes=gpus), Setup("stage2", precision, optimizer, rank, processes=gpus), Setup("encode", "fp32" if precision == "fp32" else "pure_bf16", processes=gpus)]
     rows = []
     for setup in setups:
         row = dict(model=model, stage=setup.stage, precision=setup.precision, gpus=gpus, gpu_memory=gpu_memory, parameters=shape.parameters, tokens=gpus*sum(work.lengths(setup.stage)))
         try:
-            plan = choose(shape, setup, work, gpu_memory*1e9, rate)
+            plan = choose(shape, setup, worst, gpu_memory*1e9) # as training chooses, which does not know the lengths yet
+            pieces = math.ceil(sum(work.lengths(setup.stage))/plan.micro_tokens)
+            plan = describe(shape, setup, work, plan.micro_tokens, plan.gradient_checkpointing, pieces, gpu_memory*1e9, rate)
             largest = min(plan.micro_tokens, max(sum(work.lengths(setup.stage)), work.longest(setup.stage)))
             rows.append({**row, "fits": True, **asdict(plan), "parts": memory(shape, setup, largest, plan.gradient_checkpointing)})
         except ValueError as error: rows.append({**row, "fits": False, "why": str(error)})

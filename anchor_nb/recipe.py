@@ -99,7 +99,7 @@ class Training(Recipe):
     max_grad_norm: float = setting(1.0, "gradient norm is clipped to this", "authors' code: the default, 1.0")
     seed: int = setting(42, "decides order of data, adapters and dropout", "authors' code: 42")
     precision: str = setting("auto", "auto: bf16 with fp32 weights on a GPU, fp32 on a CPU", "ours; the authors' code trains pure bf16 weights", ("auto", "fp32", "bf16", "pure_bf16", "fp64"))
-    optimizer: str = setting("adamw", "adamw, or adamw_8bit with a quarter of its states' memory (pip install anchor_nb[8bit])", "authors' code: AdamW", ("adamw", "adamw_8bit"))
+    optimizer: str = setting("adamw", "adamw, or adamw_8bit, whose states take less memory (pip install anchor_nb[8bit])", "authors' code: AdamW", ("adamw", "adamw_8bit"))
     attention: str = setting("auto", "auto (the fastest that can run), packed_sdpa, packed_varlen, or flash_attention_2, 3 or 4", "paper: FlashAttention-2", ATTENTIONS, how=True)
     gradient_checkpointing: str = setting("auto", "recompute activations to save memory: always, never, or auto, where nothing else fits", "ours: packing leaves room; the paper has it on", ("auto", "always", "never"), how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: as many as fit by the memory estimate, in stage I at most 16384; on a CPU 512 in stage I and 2048 in stage II", "ours: changes nothing but speed and memory", how=True)

@@ -91,20 +91,20 @@ class HeadLoss(torch.autograd.Function):
     "Weighted cross-entropy through the head, whose gradient is made on the way forward."
     @staticmethod
     def forward(context, hidden, weight, targets, wanted, chunk, compute):
-        states, head = hidden.to(compute), weight.to(compute)
-        to_hidden, to_weight = torch.empty_like(states), torch.zeros_like(weight)
+        states, head, wide = hidden.to(compute), weight.to(compute), torch.promote_types(weight.dtype, torch.float32)
+        to_hidden, to_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=wide) if context.needs_input_grad[1] else None
         losses = []
         for rows in torch.arange(len(targets), device="cpu").split(chunk):
             rows = slice(int(rows[0]), int(rows[-1]) + 1)
             loss, gradient = chunk_loss(states[rows], head, targets[rows], wanted[rows])
             gradient = gradient.to(compute)
             torch.mm(gradient, head, out=to_hidden[rows])
-            if compute == weight.dtype: to_weight.addmm_(gradient.T, states[rows])
-            else: to_weight += gradient.T @ states[rows]
+            if to_weight is not None and compute == wide: to_weight.addmm_(gradient.T, states[rows])
+            elif to_weight is not None: to_weight += gradient.T @ states[rows]
             losses.append(loss)
             del gradient # or it would live beside the next chunk's logits
         losses = torch.cat(losses)
-        context.save_for_backward(to_hidden.to(hidden.dtype), to_weight)
+        context.save_for_backward(to_hidden.to(hidden.dtype), None if to_weight is None else to_weight.to(weight.dtype))
         context.mark_non_differentiable(losses)
         return losses @ wanted.to(losses.dtype), losses
 
@@ -112,7 +112,7 @@ class HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(context, upstream, _):
         to_hidden, to_weight = context.saved_tensors
-        return to_hidden.mul_(upstream), to_weight.mul_(upstream), None, None, None, None
+        return to_hidden.mul_(upstream), None if to_weight is None else to_weight.mul_(upstream), None, None, None, None
 
 # %% ../nbs/07_reconstruction.ipynb #af54d014
 def head_loss(hidden: Tensor,  # [targets, hidden]
@@ -122,9 +122,10 @@ def head_loss(hidden: Tensor,  # [targets, hidden]
               chunk: int = 0,  # rows whose logits exist at the same time; 0: 2048 on a GPU, 1024 on a CPU, where larger ones gain nothing
              ) -> tuple:       # (the weighted sum in nats, [targets] losses in nats without gradient)
     "Cross-entropy of `hidden @ weight.T` against `targets`, without ever holding all logits."
-    if not len(targets): return hidden.sum()*0, hidden.new_zeros(0)
+    if not len(targets): return hidden.sum()*0 + weight.sum()*0, hidden.new_zeros(0) # every parameter has a gradient, which DDP waits for
     kind = hidden.device.type
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    if compute == torch.float16: raise ValueError("fp16 would round this loss's gradients to nothing; use precision=bf16 or fp32")
     with torch.autocast(kind, enabled=False):
         return HeadLoss.apply(hidden, weight, targets, wanted, chunk or (2048 if kind == "cuda" else 1024), compute)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import papermill
 import pytest
 
-from anchor_nb.bench import CASES, OURS, QUICK, bench_parameters, check_same, isolated, run_bench
+from anchor_nb.bench import CASES, QUICK, bench_parameters, run_bench
+from anchor_nb.isolation import OURS, check_same, isolated
 from anchor_nb.runs import read_rows
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent/"nbs"/"benchmarks"
@@ -60,7 +61,7 @@ def test_ways_that_differ_are_not_compared():
 def test_memory_of_one_process_is_not_that_of_another():
     block = bytearray(1_500_000_000)
     block[::4096] = b"x"*len(block[::4096])
-    assert isolated("memory")[1] < 1_500_000_000
+    assert isolated("anchor_nb.isolation:memory")[1] < 1_500_000_000
 
 
 def test_importing_the_benchmarks_loads_no_heavy_library():

@@ -95,7 +95,7 @@ def tiny():
 @pytest.mark.parametrize("precision", ["auto", "fp32", "fp64", "pure_bf16"])
 def test_a_run_on_a_cpu_keeps_its_micro_batches(stage, precision, tiny):
     plan = plan_for(stage(precision=precision, max_length=64, global_batch=8), tiny)
-    assert (plan.micro_tokens, plan.gradient_checkpointing) == (1024, False)
+    assert (plan.micro_tokens, plan.gradient_checkpointing) == (planning.ON_CPU[stage.__name__.lower()], False)
 
 
 @pytest.mark.parametrize("stage", [Stage1, Stage2])
@@ -107,7 +107,7 @@ def test_what_the_user_says_stands(stage, asked, checkpointing, tiny):
 
 def test_short_memory_makes_smaller_pieces_or_says_so(tiny, monkeypatch):
     monkeypatch.setattr(planning, "free_memory", lambda device: 11e6)
-    assert plan_for(Stage1(max_length=64), tiny).micro_tokens < 1024
+    assert plan_for(Stage1(max_length=64), tiny).micro_tokens < planning.ON_CPU["stage1"]
     assert plan_for(Stage1(max_length=64, micro_tokens=1024), tiny).gradient_checkpointing
     assert not plan_for(Stage2(max_length=64, micro_tokens=256), tiny).gradient_checkpointing # GradCache recomputes already
     monkeypatch.setattr(planning, "free_memory", lambda device: 1e6)
@@ -117,7 +117,7 @@ def test_short_memory_makes_smaller_pieces_or_says_so(tiny, monkeypatch):
 def test_an_unknown_architecture_is_run_unplanned():
     from transformers import AutoConfig
     plan = plan_for(Stage1(), AutoConfig.for_model("gpt2"))
-    assert plan.micro_tokens == 1024 and "unplanned" in plan.why
+    assert plan.micro_tokens == planning.ON_CPU["stage1"] and "unplanned" in plan.why
 
 
 def test_the_planner_loads_no_heavy_library():
