@@ -80,7 +80,9 @@ def find_shape(model: str) -> Shape: # a name of `SHAPES`, a short name, folder 
     if name in SHAPES and not Path(model).is_dir(): return SHAPES[name]
     from transformers import AutoConfig
     from anchor_nb.corpora import resolve_model
-    return shape_of(AutoConfig.from_pretrained(resolve_model(model)))
+    try: config = AutoConfig.from_pretrained(resolve_model(model))
+    except OSError as error: raise FileNotFoundError(f"{model}: no folder, no short name, none of {', '.join(SHAPES)}, and not to be had from a hub ({str(error).splitlines()[0]})") from None
+    return shape_of(config)
 
 # %% ../nbs/08a_operations.ipynb #a0538d79
 def forward_flops(shape: Shape,
