@@ -40,7 +40,7 @@ def test_two_processes_are_one(name, tmp_path):
 def test_how_does_not_change_what(name, tmp_path):
     "Batches prepared by other processes, and activations computed twice, leave the trajectory alone."
     stage, settings = STAGES[name]
-    hows = dict(plain={}, prepared=dict(workers=2, gradient_checkpointing="always"), both=dict(processes=2, workers=1, gradient_checkpointing="always", micro_tokens=10_000))
+    hows = dict(plain={}, prepared=dict(workers=2, gradient_checkpointing="always", micro_tokens=10_000), both=dict(processes=2, workers=1, gradient_checkpointing="always", micro_tokens=10_000))
     for how, extra in hows.items(): run(recipe(stage, tmp_path/how, steps=4, precision="fp64", **settings | extra))
     for how in ("prepared", "both"): assert_same_trajectory(rows(tmp_path/"plain"), rows(tmp_path/how), 1e-9)
 
