@@ -361,7 +361,7 @@ def step_cases(work: Path, corpus: str, batches: list, lengths: list, vocabulari
         yield dict(grows=name, value=value, **sizes), known[key]
 
 # %% ../nbs/15e_bench.ipynb #471c3842
-def growth_cases(corpus: str = "wiki", texts: list = [1000, 10000, 100000], rows: list = [1000, 10000, 100000, 1000000], batches: list = [8, 16, 32, 64], lengths: list = [128, 256, 512],
+def growth_cases(corpus: str = "wiki", texts: list = [1000, 10000, 100000, 1000000], rows: list = [1000, 10000, 100000, 1000000], batches: list = [8, 16, 32, 64], lengths: list = [128, 256, 512],
                  vocabularies: list = [8192, 32768, 131072], available: int = 5000, rounds: int = 1, repeats: int = 1):
     "Time and memory against the size of the corpus, for encoding and loading, and of batch, text and vocabulary, for a step of stage I."
     known = corpus_rows(corpus, available)
