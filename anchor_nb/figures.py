@@ -320,6 +320,6 @@ def scores_by_task(ledger: list,           # rows
             found = {label: 100 * fmean(single[key].values()) for label, key in at.items()}
             _task_line(axes, line, found, labels, {label: around(single[key], (per_query or {}).get(key)) for label, key in at.items()})
         for place, label in enumerate(labels): axes.plot([], [], "o", color=system(label, place)[1], label=system(label)[0])
-        axes.set(yticks=range(len(tasks)), yticklabels=[f"{task}  ({kinds[task]}, {metric_of(ledger, task)})" for task in tasks], ylim=(len(tasks) - 0.5, -0.5), xlabel="main score (%)")
+        axes.set(yticks=range(len(tasks)), yticklabels=[f"{task}  ({kinds[task]}, {metric_of(ledger, task)})" for task in tasks], ylim=(max(1, len(tasks)) - 0.5, -0.5), xlabel="main score (%)")
         if labels: axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
         return _finish(figure)

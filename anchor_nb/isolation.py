@@ -39,10 +39,11 @@ def forget_peak():
 # %% ../nbs/15d_isolation.ipynb #f4076b85
 def timed(work,            # a function without arguments
           repeats: int,    # how often it is measured
+          warm_up=None,    # what is done first, unmeasured; none: the work itself
          ) -> dict:        # seconds of each, before_bytes, peak_bytes
-    "Run some work once to warm up and then `repeats` times."
+    "Warm up, then run some work `repeats` times."
     before, seconds = memory()[0], []
-    work()
+    (warm_up or work)()
     wait()
     forget_peak()
     for _ in range(repeats):

@@ -110,13 +110,12 @@ def stage1_flops(shape: Shape,
                  encode: list,           # tokens of each text of the encoding pass, [EOS] included
                  decode: list,           # tokens of each text of the decoding pass, the anchor included
                  only_last: bool = True, # does the encoding pass save its last layer?
-                 logits: int = -1,       # rows that logits are computed for; -1: the decoding pass's tokens
                  recomputed: float = 0,  # share of the forward passes run again: `checkpointing_share` or nothing
                 ) -> dict:               # matrices, attention, head
     "Operations of a step of stage I; with the defaults, the least it can cost."
     passes = [forward_flops(shape, encode, only_last), forward_flops(shape, decode)]
     cost = {part: (3 + recomputed)*sum(p[part] for p in passes) for part in passes[0]}
-    return dict(cost, head=6*shape.head*(sum(decode) if logits < 0 else logits))
+    return dict(cost, head=6*shape.head*sum(decode))
 
 # %% ../nbs/08a_operations.ipynb #c55844bc
 def checkpointing_share(shape: Shape) -> float:

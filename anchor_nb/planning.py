@@ -172,7 +172,6 @@ def remedies(shape: Shape, setup: Setup, work: Work, room: float) -> str:
 def choose(shape: Shape, setup: Setup, work: Work,
            free_bytes: float,      # of one device
            rate: float = 0,        # FLOP/s of matrix products on one device; 0: unknown
-           efficiency: float = 0,  # share of it that a step reaches; 0: the project's target, which is no measurement
            at_most: int = 0,       # tokens of a micro-batch; 0: `LIMITS`
            enough: int = ENOUGH,
           ) -> Plan:
@@ -185,18 +184,18 @@ def choose(shape: Shape, setup: Setup, work: Work,
     whole = checkpointing and stage == "stage2" # then a step must be one piece
     tokens = fits if whole else max(min(fits, at_most or LIMITS[stage]) // 64*64, 1)
     pieces = math.ceil(sum(work.lengths(stage))/tokens)
-    return describe(shape, setup, work, tokens, checkpointing, pieces, free_bytes, rate, efficiency)
+    return describe(shape, setup, work, tokens, checkpointing, pieces, free_bytes, rate)
 
 # %% ../nbs/08b_planning.ipynb #7e5dfb74
 TARGETS = dict(stage1=0.45, stage2=0.45, encode=0.6) # of the rate of matrix products: what the project aims at, not what was measured
 
-def describe(shape: Shape, setup: Setup, work: Work, tokens: int, checkpointing: bool, pieces: int, free_bytes: float, rate: float = 0, efficiency: float = 0) -> Plan:
+def describe(shape: Shape, setup: Setup, work: Work, tokens: int, checkpointing: bool, pieces: int, free_bytes: float, rate: float = 0) -> Plan:
     "A plan with its costs and a sentence."
     stage, cached = setup.stage, setup.stage == "stage2" and pieces > 1
     largest = min(tokens, max(sum(work.lengths(stage)), work.longest(stage)))
     peak = sum(memory(shape, setup, largest, checkpointing).values())
     flops = setup.processes*step_flops(shape, setup, work, pieces, checkpointing)
-    seconds = flops/(setup.processes*rate*(efficiency or TARGETS[stage])) if rate else 0.0
+    seconds = flops/(setup.processes*rate*TARGETS[stage]) if rate else 0.0
     how = "with gradient checkpointing" if checkpointing else "GradCache in pieces" if cached else "nothing recomputed"
     return Plan(stage, tokens, checkpointing, cached, pieces, peak, flops, seconds,
                 f"{stage}: {tokens} tokens a micro-batch, {how}; {peak/1e9:.1f} GB expected of {free_bytes/1e9:.1f} GB free")
@@ -270,7 +269,7 @@ def plan_for(recipe,             # `Stage1` or `Stage2`
     usual = recipe.micro_tokens or (most if gpu else ON_CPU[setup.stage])
     said = {"always": True, "never": False}.get(recipe.gradient_checkpointing)
     try: shape = shape_of(config)
-    except ValueError as error: return Plan(setup.stage, min(usual, 16384), bool(said), False, 1, 0, 0.0, 0.0, f"{setup.stage}: {usual} tokens a micro-batch, unplanned: {error}")
+    except ValueError as error: return Plan(setup.stage, (tokens := min(usual, 16384)), bool(said), False, 1, 0, 0.0, 0.0, f"{setup.stage}: {tokens} tokens a micro-batch, unplanned: {error}")
     free = free_memory(device)/(1 if gpu else processes)/(2 if recipe.precision == "fp64" else 1)
     if recipe.micro_tokens or said is not None: return kept_plan(shape, setup, work, free, recipe.micro_tokens, said, usual)
     return choose(shape, setup, work, free, at_most=usual, enough=ENOUGH if gpu else usual)

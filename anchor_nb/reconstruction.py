@@ -94,8 +94,8 @@ class HeadLoss(torch.autograd.Function):
         states, head, wide = hidden.to(compute), weight.to(compute), torch.promote_types(weight.dtype, torch.float32)
         to_hidden, to_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=wide) if context.needs_input_grad[1] else None
         losses = []
-        for rows in torch.arange(len(targets), device="cpu").split(chunk):
-            rows = slice(int(rows[0]), int(rows[-1]) + 1)
+        for first in range(0, len(targets), chunk):
+            rows = slice(first, first + chunk)
             loss, gradient = chunk_loss(states[rows], head, targets[rows], wanted[rows])
             gradient = gradient.to(compute)
             torch.mm(gradient, head, out=to_hidden[rows])

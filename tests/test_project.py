@@ -139,6 +139,14 @@ def test_notebook_opens_with_title_subtitle_and_module(path):
     assert any(source(cell).startswith("#| default_exp") for cell in cells(path))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT/"nbs").rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_kept_outputs_show_no_warnings_and_no_paths_of_a_machine(path):
+    for cell in cells(path):
+        for output in cell.get("outputs", []):
+            assert output.get("name") != "stderr", f"{path.name} keeps stderr: {source(dict(source=output['text']))[:300]}"
+            assert not (found := re.search(r"/(root|home|tmp|Users|work)/|site-packages", json.dumps(output))), f"{path.name} keeps {found.group()} in an output"
+
+
 def test_importing_the_light_modules_loads_no_heavy_library():
     code = "import sys, anchor_nb.cli; print([name for name in ('torch', 'transformers', 'datasets', 'pandas', 'papermill') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
