@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['TRIM_THRESHOLD', 'MMAP_THRESHOLD', 'run_packed', 'keep_freed_memory', 'check_causal', 'quiet_bars',
-           'checkpoint_activations', 'is_checkpointed', 'load_backbone', 'check_head', 'add_lora', 'language_model',
-           'trunk_of', 'attach_adapter', 'merge_adapters', 'compile_layers']
+           'checkpoint_activations', 'is_checkpointed', 'tensors_only', 'load_backbone', 'check_head', 'add_lora',
+           'language_model', 'trunk_of', 'attach_adapter', 'merge_adapters', 'compile_layers']
 
 # %% ../nbs/05_backbone.ipynb #0c162cec
 import ctypes, os, sys
+from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,7 +46,7 @@ def keep_freed_memory() -> bool: # was it done?
 def check_causal(folder: str):
     "Refuse a model whose configuration names no language-model head; reads no weights."
     from transformers import AutoConfig
-    names = getattr(AutoConfig.from_pretrained(folder), "architectures", None) or []
+    names = getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "architectures", None) or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         raise ValueError(f"{folder}: {', '.join(names) or 'this model'} is no causal language model with a head; stage I needs one, such as LlamaForCausalLM")
 
@@ -67,6 +68,15 @@ def is_checkpointed(model) -> bool:
     return any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
 
 # %% ../nbs/05_backbone.ipynb #35bdfe9e
+@contextmanager
+def tensors_only(folder):
+    "A block that reads weights; ValueError when they are a pickle that holds more than tensors."
+    try: yield
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError": raise
+        raise ValueError(f"{folder}: its weights are a pickle that holds more than tensors; that could run code, so it is not read. Take a model with safetensors") from None
+
+# %% ../nbs/05_backbone.ipynb #4c930652
 def load_backbone(folder: str,                 # folder or hub id
                   attention: str = "auto",     # what `choose_attention` says; auto: let it choose
                   precision: str = "auto",     # see `weight_dtype`
@@ -78,7 +88,8 @@ def load_backbone(folder: str,                 # folder or hub id
     register_attention()
     quiet_bars()
     if not on_gpu(): keep_freed_memory()
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(precision), attn_implementation=choose_attention(attention, precision) if attention == "auto" else attention, output_loading_info=True)
+    chosen = choose_attention(attention, precision) if attention == "auto" else attention
+    with tensors_only(folder): model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(precision), attn_implementation=chosen, output_loading_info=True)
     if missing := sorted(report["missing_keys"]): raise ValueError(f"{folder} lacks weights for {', '.join(missing[:3])}; it is no complete causal language model")
     model.config.use_cache = False
     shorten_last_layer(model)
@@ -121,7 +132,7 @@ def trunk_of(model) -> nn.Module:
 def attach_adapter(model, folder): # -> the model with the adapter merged into its weights
     "Load a peft adapter and merge it."
     from peft import PeftModel
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    with tensors_only(folder): return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 def merge_adapters(model): # -> the plain language model
     "Add trained adapters to the weights they sit on; in place, when training is over."

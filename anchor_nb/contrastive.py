@@ -59,11 +59,12 @@ class ContrastiveBatch(NamedTuple):
 # %% ../nbs/08_contrastive.ipynb #0dab6b89
 def contrastive_batch(examples: list, # of (query, positive, [negatives]), all `prompts.Tokens`
                       negatives: int, # hard negatives of an example at most
+                      most: int = 0,  # examples of the rank that has the most; 0: as many as these
                      ) -> ContrastiveBatch:
-    "Collect one rank's texts; examples with fewer negatives leave padding."
+    "Collect one rank's texts; fewer examples or negatives than others have leave padding."
     queries, positives = [list(side) for side in zip(*[e[:2] for e in examples])]
     candidates = positives + [tokens for e in examples for tokens in e[2]]
-    size = len(examples)*(1 + negatives)
+    size = (most or len(examples))*(1 + negatives)
     key = lambda tokens: text_key(tokens.content)
     padding = [-1]*(size - len(candidates))
     owners = [key(q) for q in queries] + [-1]*(size - len(queries))
@@ -110,7 +111,7 @@ def contrastive_loss(embeddings: Tensor,  # [texts, hidden] of this rank's `batc
     false = false_negatives(batch.keys[:batch.queries], keys, owners, positives) & (keys >= 0)
     masked = (keys < 0)[None] | (false if mask_false_negatives else torch.zeros_like(false))
     losses, best = info_nce(queries, candidates, positives, temperature, masked)
-    total = batch.queries*ranks
+    total = (owners >= 0).sum() # the queries of all ranks, which may have one more or less
     return losses.sum()*ranks/total, dict(loss=losses.detach().sum()/total, accuracy=best.sum()/total, false_negatives=false.sum(), candidates=(keys >= 0).sum()/ranks)
 
 # %% ../nbs/08_contrastive.ipynb #d711adf4

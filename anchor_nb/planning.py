@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOGIT_BYTES', 'STATES', 'USABLE', 'ENOUGH', 'LIMITS', 'TARGETS', 'ON_CPU', 'Setup', 'kept_bytes', 'model_bytes',
-           'activation_bytes', 'head_bytes', 'memory', 'Work', 'Plan', 'step_flops', 'fitting_tokens', 'ways',
+           'shared', 'activation_bytes', 'head_bytes', 'memory', 'Work', 'Plan', 'step_flops', 'fitting_tokens', 'ways',
            'remedies', 'choose', 'describe', 'group_room', 'free_memory', 'matrix_rate', 'setup_for', 'plan_for',
            'kept_plan', 'report', 'table']
 
@@ -25,6 +25,7 @@ class Setup:
     attention: str = "packed_varlen"  # packed_sdpa copies states into padded rows
     processes: int = 1                # above one, DDP keeps a copy of the gradients
     head_rows: int = 2048             # rows whose logits exist at the same time; 1024 on a CPU
+    sharding: str = "ddp"             # what processes share: see the recipe
 
     def __post_init__(self):
         if self.precision not in ("fp32", "bf16", "pure_bf16"): raise ValueError(f"precision={self.precision!r}; the planner knows fp32, bf16 and pure_bf16")
@@ -66,10 +67,18 @@ def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     if setup.optimizer not in STATES: raise ValueError(f"optimizer={setup.optimizer!r}; the planner knows {', '.join(STATES)}")
     trained, each = (shape.adapters(setup.rank), 4) if setup.rank else (shape.parameters, weight)
     if setup.rank: found["adapters"] = trained*each
-    found["gradients"] = trained*each*(1 + (setup.processes > 1))
+    found["gradients"] = trained*each*(1 + (setup.processes > 1 and setup.sharding == "ddp"))
     found["optimizer"] = trained*STATES[setup.optimizer]*(1 if setup.optimizer == "adamw_8bit" else each)
     if setup.optimizer == "adamw_8bit" and not setup.rank: found["optimizer"] += 6*shape.head # the table of embeddings keeps states of 32 bits
-    return found
+    return shared(found, shape, setup) if setup.sharding != "ddp" and setup.processes > 1 else found
+
+def shared(found: dict, shape: Shape, setup: Setup) -> dict: # what -> bytes
+    "The same for one of several processes that share it: its part, and what is put together for the moment."
+    parts = dict(fsdp2=("weights", "adapters", "gradients", "optimizer"), zero1=("optimizer",), zero2=("gradients", "optimizer"))[setup.sharding]
+    held = {name: size//setup.processes if name in parts else size for name, size in found.items()}
+    if setup.sharding != "fsdp2": return held | {"own weights": found.get("adapters", found["weights"])//setup.processes} # ZeRO's copy of what this process updates
+    layer, outside = found["weights"]*shape.decoder//shape.parameters//shape.layers, found["weights"]*(shape.parameters - shape.decoder)//shape.parameters
+    return held | {"put together": 2*layer + outside + (0 if setup.rank else layer + outside)} # a layer and the next, what lies outside of layers; whole gradients of both
 
 # %% ../nbs/08b_planning.ipynb #ff657aa1
 def activation_bytes(shape: Shape, setup: Setup, checkpointing: bool = False) -> int:
@@ -164,10 +173,11 @@ def remedies(shape: Shape, setup: Setup, work: Work, room: float) -> str:
     "The changes with which a stage would fit."
     eight, pure, shorter = dict(optimizer="adamw_8bit"), dict(precision="pure_bf16"), dict(max_length=work.max_length//2)
     fits = lambda setup_changes, work_changes={}: bool(ways(shape, replace(setup, **setup_changes), replace(work, **work_changes), room))
-    would = ["optimizer=adamw_8bit"]*fits(eight) + ["precision=pure_bf16"]*fits(pure) + [f"max_length={work.max_length//2}"]*fits({}, shorter)
+    would = ["optimizer=adamw_8bit"]*(fits(eight) and setup.sharding == "ddp") + ["precision=pure_bf16"]*fits(pure) + [f"max_length={work.max_length//2}"]*fits({}, shorter)
+    if shares := [] if setup.sharding == "fsdp2" else [n for n in (2, 4, 8, 16, 32) if n >= setup.processes and fits(dict(sharding="fsdp2", processes=n))]: would += [f"sharding=fsdp2 over {shares[0]} GPUs"]
     if not would and fits({**eight, **pure}): would = ["optimizer=adamw_8bit and precision=pure_bf16"]
     help = f"it would with {' or '.join(would)}" if would else "a smaller model or a device with more memory would do"
-    return help + ". Texts much shorter than max_length may still fit: set micro_tokens, and the estimate is not asked. More GPUs do not help: each holds the whole model, and sharding it (FSDP2) is not there yet"
+    return help + ". Texts much shorter than max_length may still fit: set micro_tokens, and the estimate is not asked"
 
 def choose(shape: Shape, setup: Setup, work: Work,
            free_bytes: float,      # of one device
@@ -253,7 +263,7 @@ def setup_for(recipe, processes: int = 1) -> Setup: # `Stage1` or `Stage2`
     from anchor_nb.attention import choose_attention, on_gpu, wants_autocast
     attention = choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False))
     precision = "pure_bf16" if recipe.precision == "pure_bf16" else "bf16" if wants_autocast(recipe.precision) else "fp32"
-    return Setup(type(recipe).__name__.lower(), precision, getattr(recipe, "optimizer", "adamw"), getattr(recipe, "lora_rank", 0), attention, processes, 2048 if on_gpu() else 1024)
+    return Setup(type(recipe).__name__.lower(), precision, getattr(recipe, "optimizer", "adamw"), getattr(recipe, "lora_rank", 0), attention, processes, 2048 if on_gpu() else 1024, getattr(recipe, "sharding", "ddp"))
 
 ON_CPU = dict(stage1=512, stage2=2048) # tokens of a micro-batch
 
@@ -264,7 +274,7 @@ def plan_for(recipe,             # `Stage1` or `Stage2`
             ) -> Plan:
     "The plan of a training run; ValueError when nothing fits."
     gpu, setup, length = str(device).startswith("cuda"), setup_for(recipe, processes), recipe.max_length
-    work = Work(max(1, recipe.global_batch // processes), length, length, getattr(recipe, "negatives", 0), length)
+    work = Work(-(-recipe.global_batch//processes), length, length, getattr(recipe, "negatives", 0), length)
     most = LIMITS[setup.stage] if setup.attention != "packed_sdpa" else 16384 # it pads each row to the longest
     usual = recipe.micro_tokens or (most if gpu else ON_CPU[setup.stage])
     said = {"always": True, "never": False}.get(recipe.gradient_checkpointing)
@@ -294,13 +304,13 @@ def report(model: str,                # as `find_shape` takes it
            global_batch: int = 512,   # examples of a step; texts, for encoding
            rate: float = 0,           # FLOP/s of matrix products on one GPU; 0: unknown
            precision: str = "bf16", optimizer: str = "adamw", rank: int = 16, # of stage II's adapters
-           negatives: int = 1,
+           negatives: int = 1, sharding: str = "ddp",
           ) -> list:                  # a dict for each stage, plain values
     "Memory, operations and time of all stages for a model on some GPUs."
-    if gpus < 1 or global_batch % gpus: raise ValueError(f"global_batch={global_batch} does not divide among {gpus} GPUs; choose a multiple")
-    shape, work = find_shape(model), Work(global_batch//gpus, mean_query, mean_document, negatives, max_length)
+    if gpus < 1 or global_batch < gpus: raise ValueError(f"global_batch={global_batch} leaves some of {gpus} GPUs without an example; use fewer")
+    shape, work = find_shape(model), Work(-(-global_batch//gpus), mean_query, mean_document, negatives, max_length)
     worst = replace(work, query=max_length, document=max_length)
-    setups = [Setup("stage1", precision, optimizer, processes=gpus), Setup("stage2", precision, optimizer, rank, processes=gpus), Setup("encode", "fp32" if precision == "fp32" else "pure_bf16", processes=gpus)]
+    setups = [Setup("stage1", precision, optimizer, processes=gpus, sharding=sharding), Setup("stage2", precision, optimizer, rank, processes=gpus, sharding=sharding), Setup("encode", "fp32" if precision == "fp32" else "pure_bf16", processes=gpus)]
     rows = []
     for setup in setups:
         row = dict(model=model, stage=setup.stage, precision=setup.precision, gpus=gpus, gpu_memory=gpu_memory, parameters=shape.parameters, tokens=gpus*sum(work.lengths(setup.stage)))

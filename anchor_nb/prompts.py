@@ -168,7 +168,7 @@ def load_formatter(folder: str,      # model folder or hub id
                   ) -> Formatter:
     "The formatter that belongs to a model."
     from transformers import AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     stored = load_layout(folder)
     if recipe is None: return Formatter(tokenizer, stored or resolve_layout(tokenizer))
     wanted = dict(instruction_format=recipe.instruction_format, max_length=recipe.max_length, truncation=recipe.truncation)

@@ -106,16 +106,20 @@ class Training(Recipe):
     compile: bool = setting(False, "compile the decoder layers with torch.compile", "ours: 3 % faster steps on a CPU after half a minute of compiling; not measured on a GPU", how=True)
     workers: int = setting(-1, "processes that read and tokenize the coming batches; 0: none, the trainer does; -1: 2 beside a GPU, else none", "ours", how=True)
     processes: int = setting(1, "processes of this launch; 0: one for each GPU", "paper: 8 GPUs", how=True)
-    save_steps: int = setting(200, "write a checkpoint every so many steps; 0: only at the end", "authors' code: 200 in stage II", how=True)
+    sharding: str = setting("ddp", "what processes share: ddp, nothing; fsdp2, weights, gradients and optimizer states; zero1 and zero2 (pip install anchor_nb[deepspeed]), states, or states and gradients", "ours", ("ddp", "fsdp2", "zero1", "zero2"), how=True)
+    save_steps: int = setting(200, "write a checkpoint every so many steps; 0: only when the run is told to stop", "authors' code: 200 in stage II", how=True)
+    keep_last: int = setting(2, "checkpoints kept while the run goes on, so that one that gets damaged is not the only one", "ours", how=True)
+    keep_every: int = setting(0, "checkpoints of every so many steps are kept for good; 0: none", "ours", how=True)
     trackers: list = setting([], "any of tensorboard, wandb, trackio", "ours: metrics.jsonl is always written", how=True)
 
     def problems(self):
         value = lambda name: getattr(self, name)
-        positive = ("steps", "global_batch", "max_length", "learning_rate")
-        counts = ("warmup_steps", "schedule_steps", "micro_tokens", "processes", "save_steps", "weight_decay", "max_grad_norm")
+        positive = ("steps", "global_batch", "max_length", "learning_rate", "keep_last")
+        counts = ("warmup_steps", "schedule_steps", "micro_tokens", "processes", "save_steps", "keep_every", "weight_decay", "max_grad_norm")
         numbers = all(isinstance(weight, (int, float)) and weight >= 0 for weight in self.ratios.values())
         return [(not value(name) > 0, f"{name} must be over 0, it is {value(name)}") for name in positive] + [
             (not value(name) >= 0, f"{name} must not be negative, it is {value(name)}") for name in counts] + [
+            (self.sharding != "ddp" and self.optimizer != "adamw", "optimizer=adamw_8bit works on whole weights only; use sharding=ddp or optimizer=adamw"),
             (self.workers < -1, f"workers must be at least -1, it is {self.workers}"),
             (0 < self.schedule_steps < self.steps, f"schedule_steps={self.schedule_steps} ends before steps={self.steps}; give 0 or at least steps"),
             (not numbers, f"ratios must be numbers of at least 0, they are {self.ratios}"),

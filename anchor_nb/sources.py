@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PACKAGES', 'DIGITS', 'TRADES', 'HOMES', 'ANIMALS', 'PASTIMES', 'DAYS', 'QUESTIONS', 'SENTENCES', 'cache_dir',
            'new_folder', 'sha256', 'FetchError', 'Package', 'apt_get', 'client_commands', 'run_client', 'fetch_package',
-           'deb_content', 'read_member', 'index_files', 'fetch_debian_index', 'Item', 'collapse', 'wiki_items',
-           'dictd_number', 'clean_foldoc', 'foldoc_items', 'synset', 'wordnet_items', 'stanzas', 'debian_items',
-           'sts_rows', 'sentiment_rows', 'pick', 'toy_item', 'toy_items']
+           'deb_content', 'read_member', 'inside', 'index_files', 'fetch_debian_index', 'Item', 'collapse',
+           'wiki_items', 'dictd_number', 'clean_foldoc', 'foldoc_items', 'synset', 'wordnet_items', 'stanzas',
+           'debian_items', 'sts_rows', 'sentiment_rows', 'pick', 'toy_item', 'toy_items']
 
 # %% ../nbs/02a_sources.ipynb #a68438fa
 import gzip
@@ -163,6 +163,15 @@ def read_member(path: Path,  # a .whl, .deb or .tgz archive
         with zipfile.ZipFile(path) as archive: return archive.read(member)
     with (deb_content(path) if Path(path).suffix == ".deb" else tarfile.open(path)) as archive:
         return archive.extractfile(member).read()
+
+
+def inside(folder: Path, # where files may be written
+           name: str,    # a relative path, as an archive or a manifest gives it
+           ) -> Path:    # the path below `folder`
+    "Where a file of that name goes; ValueError when the name leads out of the folder."
+    path = (Path(folder) / name).resolve()
+    if not path.is_relative_to(Path(folder).resolve()): raise ValueError(f"the name {name!r} leads out of {folder}; do not use what it comes from")
+    return path
 
 # %% ../nbs/02a_sources.ipynb #d437d273
 def index_files(folder: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ __all__ = ['COLUMNS', 'Retrieval', 'relevant', 'records', 'read_texts', 'read_qr
            'classification_task', 'clustering_task']
 
 # %% ../nbs/12a_tasks.ipynb #eb165c11
-import hashlib, json
+import hashlib, json, re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,8 @@ def read_retrieval(folder: Path,   # holds corpus.jsonl, queries.jsonl, qrels.ts
     for name in ("name", "instruction"):
         if not isinstance(task, dict) or not isinstance(task.get(name), str):
             raise ValueError(f'{folder/"task.json"}: field "{name}" is missing or no text; add it')
+    if not task["name"].strip(". ") or re.search(r"[/\\\0]", task["name"]):
+        raise ValueError(f'{folder/"task.json"}: field "name" is {task["name"]!r}; files are named after it, so leave out slashes and give it a letter')
     corpus, queries = read_texts(folder/"corpus.jsonl", True), read_texts(folder/"queries.jsonl", False)
     qrels = {q: judged for q, judged in read_qrels(folder/"qrels.tsv", queries, corpus).items() if relevant(judged)}
     if not qrels: raise ValueError(f'{folder/"qrels.tsv"}: no query has a relevant document; give at least one score over 0')

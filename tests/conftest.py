@@ -13,6 +13,19 @@ ROOT = Path(__file__).resolve().parent.parent
 LITTER = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__", ".ipynb_checkpoints", ".pytest_cache", ".hypothesis", "_docs", "_proc*")
 
 
+LONG = dict(slurm="needs a Slurm cluster, which tests/slurm/setup.sh makes; set ANCHOR_NB_SLURM=1", soak="takes many minutes; set ANCHOR_NB_SOAK=1")
+
+
+def pytest_configure(config):
+    for name, why in LONG.items(): config.addinivalue_line("markers", f"{name}: {why}")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for name in LONG:
+            if item.get_closest_marker(name) and os.environ.get(f"ANCHOR_NB_{name.upper()}") != "1": item.add_marker(pytest.mark.skip(reason=LONG[name]))
+
+
 @pytest.fixture(scope="session")
 def project(tmp_path_factory):
     "A copy of the project's files, outside git, that a test may build in."

@@ -114,7 +114,7 @@ def test_data_changed_under_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("change, expected", [
     (dict(data="EMPTY"), "holds no .jsonl or .parquet file"),
-    (dict(processes=2, global_batch=9), "global_batch=9 does not divide among 2 processes"),
+    (dict(processes=9, global_batch=8), "global_batch=8 leaves some of 9 processes without an example"),
     (dict(attention="flash_attention_2"), "attention=auto runs everywhere")], ids=["data", "batch", "attention"])
 def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):
     "The same from a stage notebook: the error is the notebook's, and there is no run folder that would block the mended command."

@@ -70,6 +70,34 @@ def test_notes_of_an_earlier_failure_do_not_linger(tmp_path):
     assert launch(sum_of_ranks, 1, processes=2, run_dir=tmp_path)["total"] == 3.0
 
 
+def who_is_there(folder): return sorted(path.name for path in Path(folder, "launch").glob("started-*"))
+
+
+def test_no_rank_goes_on_before_all_have_started(tmp_path):
+    "Or its first connection meets a fork, and a lock of the C library is copied held."
+    assert launch(who_is_there, str(tmp_path), processes=3, run_dir=tmp_path) == ["started-0", "started-1", "started-2"]
+
+
+def needs_less(folder):
+    note = Path(folder)/"micro_tokens.json"
+    if note.exists(): return note.read_text()
+    if os.environ["RANK"] == "0": time.sleep(60)
+    note.write_text("150")
+    raise MemoryError("out of memory with 300 tokens")
+
+
+def test_ranks_that_lack_memory_are_started_once_more(tmp_path, capsys):
+    assert launch(needs_less, str(tmp_path), processes=2, run_dir=tmp_path) == "150"
+    assert "rank 1 failed first: MemoryError: out of memory with 300 tokens\nstarted once more with half the tokens" in capsys.readouterr().out
+
+
+def test_several_nodes_have_to_know_where_they_meet(tmp_path):
+    with pytest.raises(ValueError, match="nodes=2, but nobody says where they meet; give main_address or .*MASTER_ADDR"):
+        launch(sum_of_ranks, 1, run_dir=tmp_path, nodes=2, node_rank=0)
+    with pytest.raises(ValueError, match="node_rank=2 of nodes=2; number the nodes from 0 to 1"):
+        launch(sum_of_ranks, 1, run_dir=tmp_path, nodes=2, node_rank=2, main_address="127.0.0.1")
+
+
 SLEEPERS = """
 import os, sys, time
 from pathlib import Path

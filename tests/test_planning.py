@@ -59,7 +59,7 @@ def test_fitting_tokens_is_the_last_that_fits(shape, setup, gigabytes):
 def test_a_plan_fits_and_never_recomputes_twice(shape, setup, work, gigabytes):
     try: plan = choose(shape, setup, work, gigabytes*GB, rate=1e14)
     except ValueError as error:
-        assert "does not fit: it needs" in str(error) and "FSDP2" in str(error)
+        assert "does not fit: it needs" in str(error) and ("it would with" in str(error) or "a smaller model" in str(error))
         return
     assert plan.peak_bytes <= USABLE*gigabytes*GB and plan.seconds > 0
     assert not (plan.gradcache and plan.gradient_checkpointing)

@@ -1,6 +1,7 @@
 """Manifests, ledger and the strict stage runner where a notebook cell cannot show it: kills, races, properties, broken notebooks."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook
 
-from anchor_nb import recipe, runs
+from anchor_nb import provenance, recipe, runs
 from anchor_nb.recipe import RECIPES
 
 KERNEL = dict(kernelspec=dict(name="python3", display_name="python3", language="python"))
@@ -72,11 +73,11 @@ def test_a_kill_at_any_moment_leaves_readable_files(tmp_path, delay):
 
 
 def test_processes_that_append_at_once_lose_nothing(tmp_path):
-    code = "import sys; from anchor_nb.runs import append_rows\nfor i in range(100): append_rows(sys.argv[1], [dict(who=sys.argv[2], i=i, filler='z'*3000)])"
-    writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path/"rows.jsonl", str(who)]) for who in range(2)]
-    assert [writer.wait() for writer in writers] == [0, 0]
+    code = "import sys; from anchor_nb.runs import append_rows\nfor i in range(50): append_rows(sys.argv[1], [dict(who=sys.argv[2], i=i, filler='z'*3000)])"
+    writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path/"rows.jsonl", str(who)]) for who in range(8)]
+    assert [writer.wait() for writer in writers] == [0]*8
     rows = runs.read_rows(tmp_path/"rows.jsonl")
-    assert sorted((row["who"], row["i"]) for row in rows) == [(str(who), i) for who in range(2) for i in range(100)]
+    assert sorted((row["who"], row["i"]) for row in rows) == [(str(who), i) for who in range(8) for i in range(50)]
 
 
 values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"])),
@@ -130,7 +131,7 @@ def test_the_manifest_says_what_ran(tmp_path):
 
 
 def test_code_outside_a_checkout_is_known_by_its_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "package_folder", lambda: tmp_path)
+    monkeypatch.setattr(provenance, "package_folder", lambda: tmp_path)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)   # somebody else's repository around an installed package
     assert runs.code_version() == dict(version=runs.__version__)
 
@@ -142,6 +143,108 @@ def test_data_that_changed_is_noticed(tmp_path):
     assert runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: runs.file_facts(data)}) == "resume"
     data.write_text('{"query": "b"}\n')
     with pytest.raises(ValueError, match="pairs.jsonl has changed since"): runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: runs.file_facts(data)})
+
+
+def test_a_model_that_changed_is_noticed_and_one_that_is_gone_is_not(tmp_path):
+    (tmp_path/"m").mkdir()
+    (tmp_path/"m/config.json").write_text("{}")
+    made = stage("stage2", model=str(tmp_path/"m"))
+    runs.start_run(tmp_path/"r", made)
+    assert runs.start_run(tmp_path/"r", made) == "resume"
+    (tmp_path/"m/config.json").write_text("[]")
+    with pytest.raises(ValueError, match="the content of model .* has changed since"): runs.start_run(tmp_path/"r", made)
+    shutil.rmtree(tmp_path/"m")
+    assert runs.start_run(tmp_path/"r", made) == "resume"
+
+
+# ---- secrets ----
+
+TOKEN = "planted-0123456789abcdef"
+
+
+def test_a_token_in_parameters_does_not_reach_the_manifest(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    made = stage("stage1", model=f"https://host/{TOKEN}/model", instructions=f"{TOKEN}.yaml")
+    assert [runs.start_run(tmp_path/"r", made), runs.start_run(tmp_path/"r", made)] == ["new", "resume"]
+    runs.finish_run(tmp_path/"r", note=f"asked with {TOKEN}")
+    runs.append_rows(tmp_path/"ledger.jsonl", [dict(label="x", model=TOKEN)])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN in path.read_text()]
+    assert runs.start_run(tmp_path/"r", made) == "done"
+
+
+def test_a_token_reaches_the_kernel_but_not_the_notebook_the_log_or_the_error(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", TOKEN)
+    code = f"import os; open('{tmp_path}/seen', 'w').write(name[::-1]); print(os.environ['WANDB_API_KEY']); raise RuntimeError(name)"
+    with pytest.raises(runs.StageError) as caught: runs.run_stage(notebook(tmp_path/"leak.ipynb", code), dict(name=f"key {TOKEN}"), tmp_path/"out.ipynb")
+    assert (tmp_path/"seen").read_text()[::-1] == f"key {TOKEN}"
+    shown = capfd.readouterr()
+    assert TOKEN not in str(caught.value) + shown.out + shown.err + (tmp_path/"out.ipynb").read_text()
+    assert "[hidden]" in shown.out
+
+
+# ---- failures, signals, locks ----
+
+FAILING = """
+from anchor_nb.recipe import Prepare
+from anchor_nb.runs import start_run
+start_run(out, Prepare(corpora=[], model="", out=out))
+"""
+
+
+def prepare_like(path, *code):
+    "A stand-in for the stage `prepare`, which has a run folder."
+    path.mkdir(exist_ok=True)
+    return notebook(path/"prepare.ipynb", FAILING, *code, parameters='corpora: list = []  # c\nmodel: str = ""  # m\nnegatives: int = 4  # n\nseed: int = 0  # s\nout: str = ""  # o')
+
+
+def test_a_failed_stage_is_on_record_with_its_traceback_and_goes_on(tmp_path):
+    out = str(tmp_path/"run")
+    path = prepare_like(tmp_path/"nb", "def deep(): raise RuntimeError('the disk is full')\ndeep()")
+    with pytest.raises(runs.StageError, match="prepare failed: RuntimeError: the disk is full"): runs.run_stage(path, dict(out=out), log=False)
+    manifest = runs.read_manifest(out)
+    failure, = manifest["failures"]
+    assert (manifest["status"], failure["reason"]) == ("failed", "RuntimeError: the disk is full")
+    assert "in deep()" in failure["traceback"] and "\x1b" not in failure["traceback"]
+    runs.run_stage(prepare_like(tmp_path/"nb", "from anchor_nb.runs import finish_run; finish_run(out)"), dict(out=out), log=False)
+    manifest = runs.read_manifest(out)
+    assert (manifest["status"], len(manifest["starts"]), len(manifest["failures"])) == ("complete", 2, 1)
+
+
+def test_a_failure_is_not_written_into_somebody_elses_manifest(tmp_path):
+    runs.start_run(tmp_path/"run", stage("prepare", out="x"))
+    before = (tmp_path/"run/run.json").read_text()
+    with pytest.raises(runs.StageError, match="holds another run"): runs.run_stage(prepare_like(tmp_path/"nb"), dict(out=str(tmp_path/"run")), log=False)
+    assert (tmp_path/"run/run.json").read_text() == before
+
+
+STAGE = "import sys; from anchor_nb.runs import run_stage\ntry: run_stage(sys.argv[1], dict(out=sys.argv[2]), log=False)\nexcept Exception as e: print(type(e).__name__, e); sys.exit(143 if getattr(e, 'stopped', False) else 1)"
+
+
+def wait_for(path, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < deadline: time.sleep(0.05)
+    assert path.exists(), f"{path} did not appear"
+
+
+def test_two_runs_do_not_share_a_folder_and_sigterm_reaches_the_kernel(tmp_path):
+    out = tmp_path/"run"
+    path = prepare_like(tmp_path/"nb", f"import time, signal\ndef stop(*_): raise RuntimeError('checkpoint written')\nsignal.signal(signal.SIGTERM, stop)\nopen('{tmp_path}/ready', 'w').close()\ntime.sleep(100)")
+    first = subprocess.Popen([sys.executable, "-c", STAGE, path, out], stdout=subprocess.PIPE, text=True)
+    wait_for(tmp_path/"ready")
+    second = subprocess.run([sys.executable, "-c", STAGE, path, out], capture_output=True, text=True)
+    assert second.returncode == 1 and "another process is running prepare in" in second.stdout
+    first.terminate()
+    said, _ = first.communicate(timeout=60)
+    assert (first.returncode, "prepare was stopped: RuntimeError: checkpoint written" in said) == (143, True), said
+    manifest = runs.read_manifest(out)
+    assert (manifest["status"], manifest["failures"][0]["reason"]) == ("stopped", "RuntimeError: checkpoint written")
+
+
+def test_a_folder_by_hash_is_found_again(tmp_path):
+    path = prepare_like(tmp_path/"nb", "from anchor_nb.runs import finish_run; finish_run(out)")
+    executed = [runs.run_stage(path, dict(out=str(tmp_path/"by-hash"), seed=seed), log=False) for seed in (1, 2)]
+    folders = [runs.hashed_out(stage("prepare", corpora=[], model="", negatives=4, seed=seed), {}, tmp_path/"by-hash") for seed in (1, 2)]
+    assert [path.parent for path in executed] == folders and len(set(folders)) == 2
 
 
 # ---- strict stages ----
