@@ -1,5 +1,6 @@
 # make demo    run the main job on a small real model and real text, end to end
 # make test    run all tests
+# make soak    kill and resume training at random, KILLS=20 times, and compare with a run left alone
 # make sync    after editing notebooks: write modules, README.md and pyproject.toml from them
 # make venv    only set up .venv
 #
@@ -19,7 +20,7 @@ export GOMP_SPINCOUNT := 0
 # A kernel of this environment, not of a user's other one.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help demo test sync venv
+.PHONY: help demo test soak sync venv
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -34,6 +35,9 @@ test: $(STAMP)
 	@$(BIN)/nbdev-test --n-workers 2 --timing --do-print
 	@echo "== test 3/3: pytest"
 	@$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
+
+soak: $(STAMP)
+	@$(BIN)/python tests/soak.py --kills $(or $(KILLS),20)
 
 sync: $(STAMP)
 	@$(BIN)/python setup.py sync

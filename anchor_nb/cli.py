@@ -23,6 +23,7 @@ import typer
 from .pipeline import full_preset, plan, run_pipeline
 from .recipe import RECIPES, default, presets
 from .redaction import hide, secret_values
+from .stage import TRAINING, train_stage
 from .runs import checked, declared, read_json, run_stage, stage_notebook, stages
 
 # %% ../nbs/17_cli.ipynb #adec7851
@@ -32,7 +33,7 @@ def readable_errors():
     try: yield
     except (ValueError, OSError, RuntimeError) as error:
         typer.echo(f"anchor-nb: {hide(str(error), secret_values())}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(143 if getattr(error, "stopped", False) or type(error).__name__ == "Stopped" else 1) from None
 
 # %% ../nbs/17_cli.ipynb #45351d3b
 def read_pairs(pairs: list, # texts like "steps=100"
@@ -125,6 +126,7 @@ def add_stage(stage: str):
         with readable_errors():
             values = gather(stage, preset, file, parameter) | with_gpus(stage, gpus)
             if dry_run: return show(stage, values)
+            if int(os.environ.get("NODE_RANK", 0)) and stage in TRAINING: return train_stage(stage, values) and None # the first node has the notebook
             typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
     about = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
     app.command(stage, help=f"{about}\n\n{parameter_help(stage)}")(command)

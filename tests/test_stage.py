@@ -40,7 +40,7 @@ def assert_same(found, expected):
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-9)
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.soak)])
 def test_under_another_launcher(launcher, alone, tmp_path):
     done = subprocess.run([*launcher, *arguments(tmp_path)], capture_output=True, text=True, timeout=200)
     assert "stage1: 6 steps in 2 processes" in done.stdout, done.stderr[-3000:]
