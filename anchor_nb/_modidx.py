@@ -774,7 +774,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'anchor_nb.submit.ask_to_stop': ('submit.html#ask_to_stop', 'anchor_nb/submit.py'),
                                   'anchor_nb.submit.batch_file': ('submit.html#batch_file', 'anchor_nb/submit.py'),
                                   'anchor_nb.submit.executor': ('submit.html#executor', 'anchor_nb/submit.py'),
-                                  'anchor_nb.submit.join_node': ('submit.html#join_node', 'anchor_nb/submit.py'),
                                   'anchor_nb.submit.node_variables': ('submit.html#node_variables', 'anchor_nb/submit.py'),
                                   'anchor_nb.submit.outcome_of': ('submit.html#outcome_of', 'anchor_nb/submit.py'),
                                   'anchor_nb.submit.run_job': ('submit.html#run_job', 'anchor_nb/submit.py'),

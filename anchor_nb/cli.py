@@ -33,7 +33,7 @@ def readable_errors():
     try: yield
     except (ValueError, OSError, RuntimeError) as error:
         typer.echo(f"anchor-nb: {hide(str(error), secret_values())}", err=True)
-        raise typer.Exit(143 if getattr(error, "stopped", False) or type(error).__name__ == "Stopped" else 1) from None
+        raise typer.Exit(143 if getattr(error, "stopped", False) else 1) from None
 
 # %% ../nbs/17_cli.ipynb #45351d3b
 def read_pairs(pairs: list, # texts like "steps=100"

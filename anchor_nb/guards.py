@@ -31,6 +31,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 class Stopped(RuntimeError):
     "A run was told to stop, and has saved where it was."
+    stopped = True
 
 class Stopping(TrainerCallback):
     "Ends training after the step in which one of the ranks got a signal, with a checkpoint."

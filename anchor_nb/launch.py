@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from .redaction import without_secrets
+
 # %% ../nbs/10_launch.ipynb #9a479324
 def write_whole(path: Path,   # the file to appear
                 text: str,    # its content
@@ -63,7 +65,7 @@ def note_failure(folder: Path,         # where ranks leave their notes
                 ):
     "Leave a note about a failed rank in `folder`."
     note = dict(at=time.time(), rank=rank, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
-    write_whole(folder/f"error-{rank}.json", json.dumps(note))
+    write_whole(folder/f"error-{rank}.json", json.dumps(without_secrets(note)))
 
 # %% ../nbs/10_launch.ipynb #52297a4f
 def first_failure(*folders: Path,  # where the ranks of each node leave their notes

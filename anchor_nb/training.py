@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments
 from .recipe import Training, Stage1, Stage2, default, identity
+from .redaction import without_secrets
 from .files import replace_folder, saving, seal, sync
 from .prompts import Formatter, load_formatter, load_instructions, save_layout
 from .data import Batches, content_hash, examples, find_sources, load_pairs
@@ -280,7 +281,7 @@ def saver(recipe: Training, formatter: Formatter, data: dict): # -> a function o
         shutil.rmtree(folder, ignore_errors=True)
         module.lm.save_pretrained(folder, state_dict=state)
         formatter.tokenizer.save_pretrained(folder)
-        save_layout(folder, formatter.layout, pooling="eos", stage=type(recipe).__name__.lower(), base=base, data=data, recipe=identity(recipe))
+        save_layout(folder, formatter.layout, pooling="eos", stage=type(recipe).__name__.lower(), base=base, data=data, recipe=without_secrets(identity(recipe)))
     base = str(Path(recipe.model).resolve()) if Path(recipe.model).is_dir() else recipe.model
     return save
 
@@ -289,7 +290,7 @@ def check_same_run(recipe: Training, data: dict):
     "Refuse to go on from a checkpoint or a finished model of another recipe, or of other data."
     for folder in [*checkpoints(recipe.out), Path(recipe.out)/"model"]:
         if not (folder/"anchor_nb.json").is_file(): continue
-        try: before, here = json.loads((folder/"anchor_nb.json").read_text(encoding="utf-8")), json.loads(json.dumps(identity(recipe)))
+        try: before, here = json.loads((folder/"anchor_nb.json").read_text(encoding="utf-8")), without_secrets(json.loads(json.dumps(identity(recipe))))
         except ValueError: continue # damaged, which is said when it is to be resumed from
         if changed := [name for name in {**before["data"], **data} if before["data"].get(name) != data.get(name)]:
             raise ValueError(f"{folder} was trained on other content of {', '.join(changed)}; put the old files back, or choose another out")
