@@ -226,10 +226,10 @@ def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
     return without_secrets(dict(anchor_nb=__version__, model=settings.model, model_files=model_files(settings.model), corpus=sources,
                                 rows=sum(piece.rows for piece in pieces), shards=len(pieces), settings=kept)), pieces
 
-def register(out: Path, manifest: dict):
+def register(out: Path, manifest: dict, first: bool = True): # first: is it this process that writes it?
     "Write the manifest, or compare it with the one that is there; ValueError names what differs."
     path = Path(out)/"manifest.json"
-    if not path.exists(): return write_synced(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+    if not path.exists(): return first and write_synced(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
     there = json.loads(path.read_text(encoding="utf-8"))
     flat = lambda found: {"the content of the corpus": found["corpus"], "the content of the model": found["model_files"], **found["settings"]}
     changed = [name if name.startswith("the ") else f"{name} ({flat(there).get(name)!r} there, {value!r} here)" for name, value in flat(manifest).items() if flat(there).get(name) != value]
@@ -251,7 +251,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
     first, shared = colleagues()
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)
-        if first: register(out, manifest)
+        register(out, manifest, first)
         before = finished(out, len(pieces))
         todo = [n for n in range(len(pieces)) if shared or n not in before]
         if todo: launch(encode_share, asdict(settings), pieces, todo, processes=processes, run_dir=out)

@@ -41,7 +41,7 @@ def damage(folder: Path) -> str: # empty: there is none
 # %% ../nbs/00a_files.ipynb #28c2048c
 def replace_folder(part: Path, final: Path):
     "Give a finished folder its name."
-    for file in part.rglob("*"): sync(file)
+    for file in (part, *part.rglob("*")): sync(file)
     shutil.rmtree(final, ignore_errors=True)
     part.rename(final)
     sync(final.parent)
@@ -54,11 +54,11 @@ def sync(path: Path):
 
 # %% ../nbs/00a_files.ipynb #950ae204
 @contextmanager
-def saving(part: Path, name: str):
+def saving(part: Path, name: str, clean: bool = True): # clean: is it this process that removes the half of it?
     "A block that writes the folder `part`; OSError with the fix when the disk is full."
     try: yield
     except Exception as error:
-        shutil.rmtree(part, ignore_errors=True)
+        if clean: shutil.rmtree(part, ignore_errors=True)
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error).lower()
         if not full and not ("PytorchStreamWriter" in str(error) and shutil.disk_usage(part.parent).free < 2**26): raise
         raise OSError(errno.ENOSPC, f"the disk is full: {name} could not be written, and what was saved before it is as it was; free some space, or set keep_last=1, and run the same command again", str(part.parent)) from error

@@ -54,7 +54,7 @@ def listening(stopping: Stopping):
     before = {number: signal.signal(number, stopping.note) for number in STOP_SIGNALS} if mine else {}
     try: yield
     finally:
-        for number, handler in before.items(): signal.signal(number, handler)
+        for number, handler in before.items(): signal.signal(number, handler or signal.SIG_DFL)
     if stopping.stopped: raise Stopped(stopping.stopped)
 
 # %% ../nbs/08e_guards.ipynb #a13d89a3
@@ -66,11 +66,13 @@ def kept_budget(out: Path, planned: int) -> int: # tokens of a micro-batch
     return min(planned, json.loads(file.read_text(encoding="utf-8"))["micro_tokens"]) if file.exists() else planned
 
 @contextmanager
-def halving(out: Path, budget: int):
-    "A block that may run out of a GPU's memory: leaves half the budget for the next start, the first time."
+def halving(out: Path, step): # step: has `budget`, and the tokens of its largest piece in `largest`
+    "A block that may run out of a GPU's memory: leaves half of what it used for the next start, the first time."
     try: yield
     except torch.OutOfMemoryError as error:
-        file = Path(out)/BUDGET
+        file, budget = Path(out)/BUDGET, min(step.budget, getattr(step, "largest", step.budget))
         if file.exists(): raise torch.OutOfMemoryError(f"out of memory again, with {budget} tokens a micro-batch; lower max_length, set sharding=fsdp2 or gradient_checkpointing=always, or set micro_tokens and delete {file}. ({error})") from None
-        file.write_text(json.dumps(dict(micro_tokens=max(1, budget//2), before=budget)) + "\n", encoding="utf-8")
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(dict(micro_tokens=max(1, budget//2), before=budget)) + "\n", encoding="utf-8")
+        part.replace(file)
         raise torch.OutOfMemoryError(f"out of memory with {budget} tokens a micro-batch; run the same command again, and it goes on with {max(1, budget//2)}. ({error})") from None

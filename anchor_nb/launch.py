@@ -68,10 +68,12 @@ def note_failure(folder: Path,         # where ranks leave their notes
     write_whole(folder/f"error-{rank}.json", json.dumps(without_secrets(note)))
 
 # %% ../nbs/10_launch.ipynb #52297a4f
-def first_failure(*folders: Path,  # where the ranks of each node leave their notes
-                 ):                # -> LaunchError of the earliest note, or None
+def first_failure(*folders: Path,    # where the ranks of each node leave their notes
+                  since: float = 0,  # notes of earlier launches do not count; seconds of the epoch
+                 ):                  # -> LaunchError of the earliest note, or None
     "The earliest failure noted in `folders`."
     notes = [json.loads(path.read_text(encoding="utf-8")) for folder in folders for path in folder.glob("error-*.json")]
+    notes = [note for note in notes if note["at"] >= since]
     if not notes: return None
     note = min(notes, key=lambda note: note["at"])
     return LaunchError(note["rank"], note["error"], note["trace"])
@@ -89,10 +91,11 @@ def silent_failure(error: Exception, # what torch's launcher raised
 # %% ../nbs/10_launch.ipynb #aaeddee5
 def explain(error: Exception, # what torch's launcher raised
             folders: list,    # where the ranks of each node leave their notes
+            since: float = 0, # when the launch began
            ):                 # -> the exception to raise
     "What to tell the caller of a launch that came to no good end."
     from anchor_nb.guards import Stopped # which needs transformers
-    first, silent = first_failure(*folders), silent_failure(error)
+    first, silent = first_failure(*folders, since=since), silent_failure(error)
     if silent and not any((folder/f"error-{silent.rank}.json").exists() for folder in folders): first = silent
     kind, _, message = first.error.partition(": ") if first else ("", "", "")
     if getattr(error, "sigval", None) == signal.SIGINT: return KeyboardInterrupt("the launched processes were interrupted")
@@ -295,11 +298,12 @@ def launch_many(function, args: tuple, processes: int, run_dir: Path, start_meth
     folders = [Path(run_dir).resolve()/f"launch-{k}".removesuffix("-0") for k in range(node.count)]
     shutil.rmtree(own := folders[node.rank], ignore_errors=True)
     own.mkdir(parents=True)
+    began = time.time() - 5 # clocks of nodes differ a little
     slow = {} if check_cuda_p2p_ib_support() else dict(nccl_p2p_disable=1, nccl_ib_disable=1)
     try:
         with guarded_children(), environment(omp_num_threads=threads, tokenizers_parallelism="false", pytorch_nvml_based_cuda_check=1, **slow):
             start_ranks(Rank(function, own, threads), args, processes, start, node)
-    except Exception as error: raise explain(error, folders) from None
+    except Exception as error: raise explain(error, folders, began) from None
     result = json.loads((own/"result.json").read_text(encoding="utf-8"))
     shutil.rmtree(own)
     return result

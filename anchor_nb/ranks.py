@@ -29,7 +29,7 @@ def check_same_weights(module: nn.Module):
     "RuntimeError when the trained weights of the ranks differ."
     copies = [p.detach() for p in module.parameters() if p.requires_grad and not is_share(p)]
     if world()[1] == 1 or not copies: return
-    total = torch.stack([p.double().sum() for p in copies]).sum()[None]
+    total = torch.stack([p.sum(dtype=torch.float64) for p in copies]).sum()[None]
     low, high = [all_reduce(total.clone(), how).item() for how in ("MIN", "MAX")]
     if low != high: raise RuntimeError(f"the ranks hold different weights (sums from {low!r} to {high!r}); gradients were not exchanged as they should be, and this model must not be used")
 

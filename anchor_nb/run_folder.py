@@ -9,7 +9,7 @@ __all__ = ['add_row', 'keep_rows', 'checkpoints', 'number_of', 'newest_checkpoin
 import fcntl, json, os, shutil, warnings
 from contextlib import contextmanager
 from pathlib import Path
-from .files import damage
+from .files import damage, sync
 
 # %% ../nbs/08c_run_folder.ipynb #76e5c57b
 def add_row(path: Path, row: dict):
@@ -25,12 +25,13 @@ def keep_rows(path: Path, last: int):
         except json.JSONDecodeError: break
     part = path.with_suffix(".part")
     part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    sync(part)
     part.replace(path)
 
 # %% ../nbs/08c_run_folder.ipynb #38493beb
 def checkpoints(out) -> list: # folders, oldest first
     "The checkpoints of a run."
-    return sorted(Path(out).glob("checkpoint-*"), key=number_of)
+    return sorted((folder for folder in Path(out).glob("checkpoint-*") if folder.name.split("-", 1)[1].isdigit()), key=number_of)
 
 def number_of(folder: Path) -> int:
     "The step after which a checkpoint was written."
@@ -45,7 +46,7 @@ def newest_checkpoint(out) -> Path | None: # none: start from the beginning
 def drop_checkpoints(out, keep_last: int = 0, keep_every: int = 0):
     "Remove all checkpoints but the newest few and those of every so many steps."
     found = checkpoints(out)
-    for folder in found[:len(found) - keep_last]:
+    for folder in found[:max(0, len(found) - keep_last)]:
         if not keep_every or number_of(folder) % keep_every: shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../nbs/08c_run_folder.ipynb #4840887a

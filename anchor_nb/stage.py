@@ -9,10 +9,12 @@ __all__ = ['TRAINING', 'parse', 'recipe_of', 'parameters', 'first', 'train_stage
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 
 from .launch import find_node, launch
 from .recipe import RECIPES, preset
-from .runs import checked, fail_run, finish_run, notebook_defaults, now, stage_notebook, start_run
+from .redaction import hide, secret_values
+from .runs import alone, checked, fail_run, finish_run, notebook_defaults, now, stage_notebook, start_run
 
 # %% ../nbs/15g_stage.ipynb #a62c5c99
 TRAINING = ("stage1", "stage2") # the stages that have something to launch
@@ -53,12 +55,13 @@ def train_stage(stage: str,      # stage1 or stage2
     "Train a stage in this process and those it starts. ValueError before it starts, `LaunchError` or `Stopped` when it does not end well."
     from anchor_nb.training import check_inputs, train
     recipe, leads, begun = recipe_of(stage, given), first(), now()
-    state = start_run(recipe.out, recipe, check_inputs(recipe).data) if leads else ""
-    try: facts = launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
-    except BaseException as error:
-        if leads: fail_run(recipe.out, stage, f"{type(error).__name__}: {error}", "", begun, "stopped" if getattr(error, "stopped", False) else "failed")
-        raise
-    if leads and state != "done": finish_run(recipe.out, **facts)
+    with alone(recipe.out, stage) if leads else nullcontext():
+        state = start_run(recipe.out, recipe, check_inputs(recipe).data) if leads else ""
+        try: facts = launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
+        except BaseException as error:
+            if leads: fail_run(recipe.out, stage, f"{type(error).__name__}: {error}", "", begun, "stopped" if getattr(error, "stopped", False) else "failed")
+            raise
+        if leads and state != "done": finish_run(recipe.out, **facts)
     return facts
 
 # %% ../nbs/15g_stage.ipynb #186f0cc1
@@ -68,7 +71,7 @@ def main(arguments: list = None):
         asked = parse(arguments)
         facts = train_stage(asked.stage, parameters(asked))
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"anchor_nb.stage: {error}", file=sys.stderr, flush=True)
+        print(f"anchor_nb.stage: {hide(str(error), secret_values())}", file=sys.stderr, flush=True)
         sys.exit(143 if getattr(error, "stopped", False) else 1)
     if first(): print(f"{asked.stage}: {facts['steps']} steps in {facts['processes']} processes", flush=True)
 

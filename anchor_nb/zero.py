@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 import torch
 from torch import Tensor
+from .contrastive import world
 from .ranks import all_reduce
 
 # %% ../nbs/08f_zero.ipynb #8f4ed4e1
@@ -41,7 +42,7 @@ def piece(values: Tensor, address) -> Tensor:
     return values.flatten().narrow(0, address.start, address.numel)
 
 # %% ../nbs/08f_zero.ipynb #5eabc085
-def whole_zero(optimizer) -> dict: # as the optimizer's own `state_dict` would be without ZeRO; on every rank
+def whole_zero(optimizer) -> dict: # as the optimizer's own `state_dict` would be without ZeRO; called on every rank, kept by the first
     "The states of all weights, each in the weight's shape, on the CPU."
     found, count = {}, 0
     for number, weight, flat, mapping in stretches(optimizer):
@@ -50,7 +51,7 @@ def whole_zero(optimizer) -> dict: # as the optimizer's own `state_dict` would b
             if values.shape != flat.shape: found[number][name] = values.cpu().clone(); continue # the number of steps, to each its own
             state = torch.zeros_like(weight, dtype=values.dtype)
             if mapping: piece(state.data, mapping.lp_fragment_address).copy_(piece(values, mapping.hp_fragment_address))
-            found[number][name] = all_reduce(state).cpu()
+            found[number][name] = all_reduce(state).cpu() if world()[0] == 0 else None
     numbers = iter(range(count))
     groups = [dict(group, params=[next(numbers) for _ in weights]) for weights, group in zip(optimizer.bit16_groups, optimizer.optimizer.param_groups)]
     return dict(state=found, param_groups=groups)

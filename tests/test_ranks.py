@@ -39,6 +39,16 @@ def test_how_a_run_is_computed_does_not_change_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", STAGES)
+def test_a_rank_with_fewer_texts_keeps_step(name, tmp_path):
+    "Three examples on two ranks, a piece for each text: the rank with fewer runs one again, for nothing, or the other would wait for ever."
+    stage, settings = STAGES[name]
+    settings = dict(settings, precision="fp64", global_batch=3, steps=4)
+    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
+    run(recipe(stage, tmp_path/"two", processes=2, sharding="fsdp2", micro_tokens=1, **settings))
+    assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"two"), 1e-6)
+
+
+@pytest.mark.parametrize("name", STAGES)
 def test_a_run_goes_on_with_other_processes(name, tmp_path):
     "Killed on two processes with copies, gone on with on one, killed, and ended on two that share the model."
     stage, settings = STAGES[name]
@@ -115,6 +125,22 @@ def test_which_checkpoints_are_kept(tmp_path):
     assert adapter < 0.3*(tmp_path/"run"/"model"/"model.safetensors").stat().st_size
 
 
+def test_damaged_checkpoints_do_not_crowd_out_good_ones(tmp_path, monkeypatch):
+    "The run goes on behind them, and is cut off again before it has reached them."
+    import anchor_nb.training as training
+    def until(last):
+        def stop(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
+            if self.state.global_step == last: raise KeyboardInterrupt
+            return before(self, *args, **kwargs)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(training.AnchorTrainer, "training_step", stop)
+            train(recipe(Stage1, tmp_path/"run", steps=14, save_steps=2, keep_last=3))
+    until(13)
+    for name in ("checkpoint-10", "checkpoint-12"): (tmp_path/"run"/name/"optimizer.pt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="checkpoint-10 is damaged"): until(9)
+    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-8"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path):
     "And the same command goes on to the same bits."
@@ -146,6 +172,17 @@ def test_no_number_stops_the_run(what, patch, tmp_path, monkeypatch):
     train(recipe(Stage1, tmp_path/"run", save_steps=3))
     train(recipe(Stage1, tmp_path/"whole", save_steps=3))
     assert rows(tmp_path/"run") == rows(tmp_path/"whole")
+
+
+def test_no_snapshot_of_a_step_without_number(tmp_path, monkeypatch):
+    import anchor_nb.training as training
+    def spoil(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
+        loss = before(self, *args, **kwargs)
+        if self.state.global_step == 3: next(p for p in self.model.parameters() if p.requires_grad).grad.fill_(float("inf"))
+        return loss
+    monkeypatch.setattr(training.AnchorTrainer, "training_step", spoil)
+    with pytest.raises(RuntimeError, match="norm of the gradient"): train(recipe(Stage2, tmp_path/"run", snapshot_steps=2))
+    assert [folder.name for folder in (tmp_path/"run"/"snapshots").iterdir()] == ["step-2"]
 
 
 def test_memory_runs_out_once_and_twice(tmp_path, monkeypatch):
