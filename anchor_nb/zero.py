@@ -51,7 +51,8 @@ def whole_zero(optimizer) -> dict: # as the optimizer's own `state_dict` would b
             if values.shape != flat.shape: found[number][name] = values.cpu().clone(); continue # the number of steps, to each its own
             state = torch.zeros_like(weight, dtype=values.dtype)
             if mapping: piece(state.data, mapping.lp_fragment_address).copy_(piece(values, mapping.hp_fragment_address))
-            found[number][name] = all_reduce(state).cpu() if world()[0] == 0 else None
+            all_reduce(state)
+            found[number][name] = state.cpu() if world()[0] == 0 else None
     numbers = iter(range(count))
     groups = [dict(group, params=[next(numbers) for _ in weights]) for weights, group in zip(optimizer.bit16_groups, optimizer.optimizer.param_groups)]
     return dict(state=found, param_groups=groups)
