@@ -31,8 +31,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	@echo "== test 1/3: settings, notebooks, modules and README.md are in step"
 	@$(BIN)/python setup.py check
-	@echo "== test 2/3: the library notebooks run and their assertions hold"
-	@$(BIN)/nbdev-test --n-workers 2 --timing --do-print
+	@echo "== test 2/3: the library notebooks run, each in a process of its own, and their assertions hold"
+	@find nbs -name '*.ipynb' -not -path '*/.*' | sort | xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 0 --do-print
 	@echo "== test 3/3: pytest"
 	@$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
 

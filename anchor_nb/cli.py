@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['app', 'Parameters', 'Preset', 'ParameterFile', 'Output', 'DryRun', 'Quiet', 'Gpus', 'Model', 'Benchmark', 'Task',
-           'DataRoot', 'AsJson', 'Slurm', 'readable_errors', 'read_pairs', 'read_parameter_file', 'gather',
-           'first_line', 'list_stages', 'list_presets', 'parameter_help', 'show', 'with_gpus', 'add_stage',
-           'model_label', 'evaluate_parameters', 'print_outcome', 'evaluate', 'list_benchmarks', 'paper_tables',
-           'plan_memory', 'run_benchmark', 'sweep', 'submit', 'encode', 'show_plan', 'pipeline', 'demo', 'main']
+           'DataRoot', 'AsJson', 'Slurm', 'readable_errors', 'gather', 'first_line', 'list_stages', 'list_presets',
+           'parameter_help', 'show', 'with_gpus', 'add_stage', 'model_label', 'evaluate_parameters', 'print_outcome',
+           'evaluate', 'list_benchmarks', 'paper_tables', 'plan_memory', 'run_benchmark', 'sweep', 'submit', 'encode',
+           'show_plan', 'pipeline', 'demo', 'main']
 
 # %% ../nbs/17_cli.ipynb #a03eba8a
 import json
@@ -23,7 +23,7 @@ import typer
 from .pipeline import full_preset, plan, run_pipeline
 from .recipe import RECIPES, default, presets
 from .redaction import hide, secret_values
-from .stage import TRAINING, train_stage
+from .stage import TRAINING, read_pairs, read_parameter_file, train_stage
 from .runs import checked, declared, read_json, run_stage, stage_notebook, stages
 
 # %% ../nbs/17_cli.ipynb #adec7851
@@ -34,24 +34,6 @@ def readable_errors():
     except (ValueError, OSError, RuntimeError) as error:
         typer.echo(f"anchor-nb: {hide(str(error), secret_values())}", err=True)
         raise typer.Exit(143 if getattr(error, "stopped", False) else 1) from None
-
-# %% ../nbs/17_cli.ipynb #45351d3b
-def read_pairs(pairs: list, # texts like "steps=100"
-              ) -> dict:    # name -> text
-    "Single parameters from the command line."
-    if bad := [text for text in pairs if "=" not in text]: raise ValueError(f"-p {bad[0]}: write -p name=value")
-    return {name.strip(): value for name, _, value in (text.partition("=") for text in pairs)}
-
-def read_parameter_file(path: Path, # YAML
-                       ) -> dict:   # name -> value
-    "Parameters from a file; ValueError names file and line."
-    import yaml
-    try: values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        raise ValueError(f"{path}{line}: not YAML ({getattr(error, 'problem', error)})") from None
-    if not isinstance(values, dict): raise ValueError(f"{path}: write one `name: value` a line, this is {type(values).__name__}")
-    return values
 
 # %% ../nbs/17_cli.ipynb #33b23133
 def gather(stage: str,        # a stage

@@ -20,6 +20,8 @@ from safetensors.numpy import save
 from safetensors.torch import load_file
 from tqdm import tqdm
 from . import __version__
+from .files import write_text
+from .recipe import Recipe, check_names, identity, setting
 from .redaction import without_secrets
 from .data import content_hash, file_hash, find_sources, open_table
 from .run_folder import locked
@@ -29,27 +31,28 @@ from .embedder import AnchorEmbedder, ahead, base_of, find_model
 # %% ../nbs/11b_corpora_encoding.ipynb #a8a7b61b
 DTYPES = ("float32", "float16", "int8", "binary")
 
-@dataclass(frozen=True)
-class Encoding:
+@dataclass(frozen=True, kw_only=True)
+class Encoding(Recipe):
     "What to encode and how; ValueError names the field and the fix."
-    corpus: str               # .jsonl, .parquet, a folder of them, a BEIR folder, a folder saved by `datasets`, or hf:org/name
-    model: str                # run folder, model folder, adapter folder, hub id or short name
-    out: str                  # folder of the shards
-    field: str = ""           # field with the text; empty: title and text, as in BEIR
-    id_field: str = ""        # field with the id; empty: _id or id, else the number of the row
-    dtype: str = "float32"    # of the stored vectors: float32, float16, int8 or binary
-    shard_rows: int = 16384   # rows of a shard: what is in memory, and what a kill can cost
-    instruction: str = ""     # goes before every text; documents usually have none
-    pooling: str = ""         # empty: what the checkpoint says, else eos
-    max_length: int = 0       # tokens of a text; 0: what the checkpoint says, else 512
-    precision: str = "auto"   # the model computes in bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU
-    micro_tokens: int = 0     # tokens of one packed batch; 0: 16384 on a GPU, 1024 on a CPU
+    corpus: str = setting("", ".jsonl, .parquet, a folder of them, a BEIR folder, a folder saved by datasets, or hf:org/name", how=True)
+    model: str = setting("smollm2-135m", "run folder, model folder, adapter folder, hub id or short name", how=True)
+    out: str = setting("", "folder of the shards", how=True)
+    field: str = setting("", "field with the text; empty: title and text, as in BEIR")
+    id_field: str = setting("", "field with the id; empty: _id or id, else the number of the row")
+    dtype: str = setting("float32", "of the stored vectors", choices=DTYPES)
+    shard_rows: int = setting(16384, "rows of a shard: what is in memory, and what a kill can cost", "ours")
+    instruction: str = setting("", "goes before every text; documents usually have none")
+    pooling: str = setting("", "empty: what the checkpoint says, else eos")
+    max_length: int = setting(0, "tokens of a text; 0: what the checkpoint says, else 512")
+    precision: str = setting("auto", "the model computes in bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU")
+    micro_tokens: int = setting(0, "tokens of one packed batch; 0: 16384 on a GPU, 1024 on a CPU", how=True)
 
     def __post_init__(self):
-        if self.dtype not in DTYPES: raise ValueError(f"dtype={self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.shard_rows < 1: raise ValueError(f"shard_rows={self.shard_rows}; give 1 or more")
-        if not self.out: raise ValueError("out is empty; name a folder for the shards")
+        super().__post_init__()
         if self.precision == "auto": object.__setattr__(self, "precision", "bf16" if usable_gpus() else "fp32") # or a run begun on a GPU could go on in other numbers on a CPU
+
+    def problems(self):
+        return [(self.shard_rows < 1, f"shard_rows={self.shard_rows}; give 1 or more"), (not self.out, "out is empty; name a folder for the shards")]
 
 # %% ../nbs/11b_corpora_encoding.ipynb #38b71113
 class Piece(NamedTuple):
@@ -144,15 +147,8 @@ def dequantize(stored: dict, dtype: str, dimension: int) -> np.ndarray: # [rows,
 # %% ../nbs/11b_corpora_encoding.ipynb #ae8ddbf5
 def write_synced(path: Path, content: bytes):
     "Write a file that is there as a whole or not at all; OSError with the fix when it cannot be written."
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+    try: write_text(path, content)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise OSError(error.errno, f"{error.strerror}; the shards before it are whole: make room and run the same command again", str(path)) from None
 
 def pack_ids(ids: list) -> dict: # name -> array
@@ -222,7 +218,7 @@ def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
         sources.append(dict(source=Path(source).name if not source.startswith("hf:") else source, sha256=digest, rows=sum(piece.rows for piece in found)))
         pieces += found
     if not pieces: raise ValueError(f"{settings.corpus} holds no row; give a corpus with at least one")
-    kept = {name: value for name, value in asdict(settings).items() if name not in ("corpus", "model", "out", "micro_tokens")}
+    kept = identity(settings)
     return without_secrets(dict(anchor_nb=__version__, model=settings.model, model_files=model_files(settings.model), corpus=sources,
                                 rows=sum(piece.rows for piece in pieces), shards=len(pieces), settings=kept)), pieces
 
@@ -247,7 +243,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
                   **settings,          # the other fields of `Encoding`
                  ) -> dict:            # out, rows, shards, dimension, dtype, bytes; what this call made, seconds; complete
     "Encode a corpus into `out`, or go on where it was stopped."
-    began, settings = time.monotonic(), Encoding(corpus, model, out, **settings)
+    began, settings = time.monotonic(), Encoding(corpus=str(corpus), model=str(model), out=str(out), **check_names(Encoding, settings))
     first, shared = colleagues()
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)

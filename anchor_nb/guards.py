@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 import torch
 from transformers import TrainerCallback
+from .files import write_text
 from .ranks import all_reduce
 
 # %% ../nbs/08e_guards.ipynb #4a16f8df
@@ -22,7 +23,7 @@ def check_finite(name: str, value: float, step: int, batch, out: Path): # batch:
     if math.isfinite(value): return
     rows = batch.rows.tolist()
     report = Path(out)/"not_finite.json"
-    report.write_text(json.dumps(dict(step=step, what=name, value=str(value), dataset=batch.dataset, rows=rows)) + "\n", encoding="utf-8")
+    write_text(report, json.dumps(dict(step=step, what=name, value=str(value), dataset=batch.dataset, rows=rows)) + "\n")
     raise NotFinite(f"the {name} is {value} in step {step}, whose batch is {len(rows)} rows of {batch.dataset}: {', '.join(map(str, rows[:8]))}{', ...' if len(rows) > 8 else ''} (all in {report}). "
                     "The checkpoints before it are good; look at these rows, lower learning_rate, or use precision=fp32")
 
@@ -72,7 +73,5 @@ def halving(out: Path, step): # step: has `budget`, and the tokens of its larges
     except torch.OutOfMemoryError as error:
         file, budget = Path(out)/BUDGET, min(step.budget, getattr(step, "largest", step.budget))
         if file.exists(): raise torch.OutOfMemoryError(f"out of memory again, with {budget} tokens a micro-batch; lower max_length, set sharding=fsdp2 or gradient_checkpointing=always, or set micro_tokens and delete {file}. ({error})") from None
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(dict(micro_tokens=max(1, budget//2), before=budget)) + "\n", encoding="utf-8")
-        part.replace(file)
+        write_text(file, json.dumps(dict(micro_tokens=max(1, budget//2), before=budget)) + "\n")
         raise torch.OutOfMemoryError(f"out of memory with {budget} tokens a micro-batch; run the same command again, and it goes on with {max(1, budget//2)}. ({error})") from None

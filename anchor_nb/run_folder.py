@@ -9,7 +9,7 @@ __all__ = ['add_row', 'keep_rows', 'checkpoints', 'number_of', 'newest_checkpoin
 import fcntl, json, os, shutil, warnings
 from contextlib import contextmanager
 from pathlib import Path
-from .files import damage, sync
+from .files import damage, write_text
 
 # %% ../nbs/08c_run_folder.ipynb #76e5c57b
 def add_row(path: Path, row: dict):
@@ -23,10 +23,7 @@ def keep_rows(path: Path, last: int):
     for line in path.read_text(encoding="utf-8").splitlines():
         try: kept += [line] if json.loads(line)["step"] <= last else []
         except json.JSONDecodeError: break
-    part = path.with_suffix(".part")
-    part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    sync(part)
-    part.replace(path)
+    write_text(path, "".join(line + "\n" for line in kept))
 
 # %% ../nbs/08c_run_folder.ipynb #38493beb
 def checkpoints(out) -> list: # folders, oldest first
@@ -51,11 +48,14 @@ def drop_checkpoints(out, keep_last: int = 0, keep_every: int = 0):
 
 # %% ../nbs/08c_run_folder.ipynb #4840887a
 @contextmanager
-def locked(out: Path):
-    "Hold a run folder for this process; ValueError when another one has it."
+def locked(out: Path,      # made if need be
+           name: str = "", # what is to run there only once; empty: training
+          ):
+    "Hold a folder for this process; ValueError when another one has it."
+    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    with open(out/".lock", "w") as handle:
+    with open(out/(f".{name}.lock" if name else ".lock"), "w") as handle:
         os.register_at_fork(after_in_child=handle.close) # or workers would hold it some seconds beyond a killed run
         try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError: raise ValueError(f"another process is running in {out}; wait for it, or choose another out") from None
+        except BlockingIOError: raise ValueError(f"another process is running {name + ' ' if name else ''}in {out}; wait for it, or choose another out") from None
         yield

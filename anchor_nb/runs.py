@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEFTOVERS', 'TYPES', 'notebook_defaults', 'command_line', 'settings_of', 'recipe_sha256', 'now', 'new_manifest',
-           'differences', 'read_manifest', 'start_run', 'finish_run', 'fail_run', 'hashed_out', 'alone', 'stage_folder',
+           'differences', 'read_manifest', 'start_run', 'finish_run', 'fail_run', 'hashed_out', 'stage_folder',
            'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal', 'StageError', 'reason_of',
            'trace_of', 'handing_on', 'Hiding', 'execute', 'placed', 'run_stage']
 
@@ -28,6 +28,7 @@ from .launch import environment
 from .ledger import append_rows, frame, read_json, read_rows, write_json, write_text
 from .provenance import code_version, file_facts, gpu_names, input_hashes, library_versions, machine, package_folder, peak_gpu_memory, peak_memory
 from .recipe import RECIPES, as_dict, check_names, coerce, default, identity, preset
+from .run_folder import locked
 from .redaction import hide, secret_values, without_secrets
 
 # %% ../nbs/15_runs.ipynb #0a65f995
@@ -149,19 +150,6 @@ def hashed_out(recipe,       # a recipe; its own `out` does not count
     stage, settings = type(recipe).__name__.lower(), {name: value for name, value in settings_of(recipe).items() if name not in inputs}
     text = json.dumps([stage, __version__, settings, inputs], sort_keys=True).replace(f"{Path(root)}/", "@/")
     return Path(root)/f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-# %% ../nbs/15_runs.ipynb #0d0ddb66
-@contextmanager
-def alone(folder: Path, # made if need be
-          name: str,    # what is to run there only once
-         ):
-    "Hold a lock named `name` in a folder; ValueError when another process has it."
-    import fcntl
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(Path(folder)/f".{name}.lock", "w") as handle:
-        try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError: raise ValueError(f"another process is running {name} in {folder}; wait for it, or choose another out") from None
-        yield
 
 # %% ../nbs/15_runs.ipynb #39878f28
 def stage_folder() -> Path:
@@ -316,7 +304,7 @@ def run_stage(name: str,               # a stage, or the path of a notebook of y
     stage, (values, folder) = notebook.stem, placed(notebook, checked(notebook, parameters or {}))
     output, secrets = Path(output) if output else folder/f"{stage}.ipynb", secret_values(values)
     if output.resolve() == notebook.resolve(): raise ValueError(f"{output} is the stage notebook itself; give another output")
-    with alone(folder if "out" in declared(notebook) else output.parent, stage), handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals:
+    with locked(folder if "out" in declared(notebook) else output.parent, stage), handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.unlink(missing_ok=True)
         begun = now()

@@ -1,8 +1,10 @@
 "What several test files need: a small training recipe, and its run in a process of its own."
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -37,6 +39,14 @@ def start(recipe, before="") -> subprocess.Popen:
     "Train in another process, as a script would; `before` is code to run there first."
     arguments = json.dumps([type(recipe).__name__.lower(), as_dict(recipe)])
     return subprocess.Popen([sys.executable, "-c", before + RUN, arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def stop_after(count, process, out, number=signal.SIGKILL) -> str:
+    "Send a signal when so many rows are written, or the process has ended; what it printed."
+    metrics = Path(out)/"metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= count): time.sleep(0.002)
+    process.send_signal(number)
+    return process.communicate(timeout=300)[0] # its ranks hold the pipe until they are gone
 
 
 def run(recipe):

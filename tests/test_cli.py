@@ -76,6 +76,11 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["pipeline", "--preset", "smoke", "-p", "steps=5"], "write STEP.PARAMETER=VALUE"),
     (["pipeline", "--preset", "smoke", "-p", "report.titel=x"], "did you mean title?"),
     (["pipeline", "--preset", "nope"], "no preset 'nope'"),
+    (["sweep", "nope.yml"], "there is no file nope.yml; give a YAML file, or one of ablation"),
+    (["submit", "stage1", "-p", "step=5"], "did you mean steps?"),
+    (["encode", "nowhere", "--out", "vectors", "-p", "shard_row=9"], "did you mean shard_rows?"),
+    (["encode", "nowhere", "--out", "vectors", "-p", "shard_rows=many"], "give shard_rows as int"),
+    (["encode", "nowhere", "--out", "vectors", "--dtype", "int4"], "choose one of float32, float16, int8, binary"),
 ])
 def test_a_mistake_is_one_message_and_nothing_starts(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -90,6 +95,27 @@ def test_a_mistake_in_a_shell_is_no_traceback(tmp_path):
     result = shell("stage1", "-p", "alpha=2", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == "anchor-nb: alpha must lie in [0, 1], it is 2.0\n"
+
+
+# ---- jobs, sweeps, corpora ----
+
+def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = invoke("submit", "stage1", "--slurm", "partition=gpu", "--slurm", "time=240", "--gpus", "8", "-p", "out=runs/mine", "--dry-run")
+    assert job.exit_code == 0 and "#SBATCH --partition=gpu" in job.output and "#SBATCH --time=240" in job.output and "'processes': 8" in job.output, job.output
+    shown = invoke("sweep", "alpha", "--dry-run")
+    assert shown.exit_code == 0 and "stage1-" in shown.output and "waiting" in shown.output, shown.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corpus_is_encoded_from_a_shell_and_gone_on_with(tmp_path):
+    "Parameters arrive as text and count as numbers; the last line is one JSON object; the second call finds all shards there."
+    (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=f"d{n}", text=f"text number {n}")) + "\n" for n in range(10)))
+    for made in (3, 0):
+        result = shell("encode", "corpus.jsonl", "--model", "tiny", "--out", "vectors", "--dtype", "int8", "-p", "shard_rows=4", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr[-2000:]
+        found = json.loads(result.stdout.splitlines()[-1])
+        assert (found["rows"], found["shards"], found["made_shards"], found["complete"]) == (10, 3, made, True)
 
 
 # ---- the pipeline ----

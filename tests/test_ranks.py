@@ -1,7 +1,6 @@
 "How many processes compute a run, and how they share the model, leaves its trajectory alone; copies stay equal."
 import json
 import signal
-import time
 from importlib.util import find_spec
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 from anchor_nb.recipe import Stage1, Stage2
 from anchor_nb.run_folder import checkpoints
 from anchor_nb.training import train
-from common import STAGES, recipe, rows, run, start
+from common import STAGES, recipe, rows, run, start, stop_after
 from test_training import assert_same_trajectory, interrupted
 
 HOWS = dict(shared=dict(processes=2, sharding="fsdp2"), shared_in_pieces=dict(processes=2, sharding="fsdp2", micro_tokens=150),
@@ -24,6 +23,15 @@ def difference(one, other) -> float:
     first, second = [load_file(out/"model"/"model.safetensors") for out in (one, other)]
     assert first.keys() == second.keys()
     return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def move(ways, stage, settings, out):
+    "A run that is begun in one way, killed after five rows, gone on with in another, killed after ten, and ended in a third."
+    for way, last in zip(ways, (5, 10)):
+        process = start(recipe(stage, out, **settings | way))
+        output = stop_after(last, process, out)
+        assert process.returncode == -signal.SIGKILL, output[-3000:]
+    run(recipe(stage, out, **settings | ways[-1]))
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -54,14 +62,7 @@ def test_a_run_goes_on_with_other_processes(name, tmp_path):
     stage, settings = STAGES[name]
     settings = dict(settings, precision="fp64", steps=18, save_steps=3)
     run(recipe(stage, tmp_path/"whole", **settings))
-    ways = [dict(processes=2), {}, dict(processes=2, sharding="fsdp2")]
-    for way, last in zip(ways, (5, 10, None)):
-        process = start(recipe(stage, tmp_path/"moved", **settings | way))
-        metrics = tmp_path/"moved"/"metrics.jsonl"
-        while last and process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= last): time.sleep(0.002)
-        if last: process.send_signal(signal.SIGKILL)
-        output, _ = process.communicate(timeout=300)
-        assert (process.returncode == 0) == (last is None), output[-3000:]
+    move([dict(processes=2), {}, dict(processes=2, sharding="fsdp2")], stage, settings, tmp_path/"moved")
     assert_same_trajectory(rows(tmp_path/"whole"), rows(tmp_path/"moved"), 1e-6)
     assert difference(tmp_path/"whole", tmp_path/"moved") < 1e-6
 
@@ -69,11 +70,7 @@ def test_a_run_goes_on_with_other_processes(name, tmp_path):
 @pytest.mark.parametrize("name", STAGES)
 def test_killed_run_that_shares_its_model(name, tmp_path):
     "SIGKILL, the same command again: the same bits, snapshots of stage II included."
-    def kill(settings):
-        process, metrics = start(settings), tmp_path/"killed"/"metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 7): time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    kill = lambda settings: stop_after(7, start(settings), tmp_path/"killed")
     interrupted(STAGES[name][0], STAGES[name][1] | dict(processes=2, sharding="fsdp2", micro_tokens=150), tmp_path, kill)
 
 
@@ -85,13 +82,7 @@ def test_deepspeed_shares_states_and_changes_nothing(sharding, name, tmp_path):
     settings = dict(settings, precision="fp64", global_batch=9, steps=18, save_steps=3)
     run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
     shared = dict(processes=2, sharding=sharding, micro_tokens=150)
-    for way, last in ((shared, 5), (dict(processes=2), 10), (shared, None)):
-        process = start(recipe(stage, tmp_path/"shared", **settings | way))
-        metrics = tmp_path/"shared"/"metrics.jsonl"
-        while last and process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= last): time.sleep(0.002)
-        if last: process.send_signal(signal.SIGKILL)
-        output, _ = process.communicate(timeout=300)
-        assert (process.returncode == 0) == (last is None), output[-3000:]
+    move([shared, dict(processes=2), shared], stage, settings, tmp_path/"shared")
     assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"shared"), 1e-5) # it adds up gradients in fp32
     assert difference(tmp_path/"one", tmp_path/"shared") < 1e-5
 
@@ -145,10 +136,8 @@ def test_damaged_checkpoints_do_not_crowd_out_good_ones(tmp_path, monkeypatch):
 def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path):
     "And the same command goes on to the same bits."
     def stop(settings):
-        process, metrics = start(settings), tmp_path/"killed"/"metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5): time.sleep(0.002)
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+        process = start(settings)
+        output = stop_after(5, process, tmp_path/"killed", number)
         steps = len(rows(tmp_path/"killed"))
         assert process.returncode and f"stopped by {number.name} after step {steps} of 24, with a checkpoint" in output, output[-2000:]
         assert checkpoints(tmp_path/"killed")[-1].name == f"checkpoint-{steps}"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from anchor_nb.recipe import Stage1, Stage2
 from anchor_nb.training import checkpoints
-from common import STAGES, recipe, rows, run, start
+from common import STAGES, recipe, rows, run, start, stop_after
 
 PINNED = Path(__file__).with_name("trajectories.json")
 
@@ -98,11 +98,7 @@ def test_killed_run_is_the_uninterrupted_run(name, settings, tmp_path):
     "SIGKILL at a random step, the same command again: the same bits. Dropout is on in stage II."
     wanted = random.randint(3, 12)
     print("killed after row", wanted)
-    def kill(settings):
-        process, metrics = start(settings), tmp_path/"killed"/"metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= wanted): time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.communicate() # its ranks hold the pipe until they are gone
+    kill = lambda settings: stop_after(wanted, start(settings), tmp_path/"killed")
     interrupted(STAGES[name][0], STAGES[name][1] | settings, tmp_path, kill)
 
 
