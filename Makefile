@@ -42,7 +42,7 @@ soak: $(STAMP)
 sync: $(STAMP)
 	@$(BIN)/python setup.py sync
 	@$(BIN)/nbdev-export
-	@$(BIN)/python -c "from anchor_nb.recipe import write_parameters; from pathlib import Path; [write_parameters(p) for p in Path('nbs/stages').glob('*.ipynb')]"
+	@$(BIN)/python -c "from anchor_nb.preset_files import write_parameters; from pathlib import Path; [write_parameters(p) for p in Path('nbs/stages').glob('*.ipynb')]"
 	@$(BIN)/nbdev-clean
 	@$(BIN)/python setup.py readme
 

@@ -132,4 +132,4 @@ def choose_attention(attention: str = "auto", precision: str = "auto", hide_temp
     usable = usable_attention(precision, hide_template)
     if attention == "auto": return usable[0]
     if attention in usable: return attention
-    raise ValueError(f"attention={attention} cannot run here, where {', '.join(usable)} can: it needs a CUDA GPU, precision auto, bf16 or pure_bf16, hide_template=false, and for flash_attention_2, 3 and 4 their package (pip install anchor_nb[flash]); attention=auto runs everywhere")
+    raise ValueError(f"attention={attention} cannot run here, where {', '.join(usable)} can: it needs a CUDA GPU, precision auto, bf16 or pure_bf16, hide_template=false, no attention_dropout, and for flash_attention_2, 3 and 4 their package (pip install anchor_nb[flash]); attention=auto runs everywhere")

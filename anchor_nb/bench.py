@@ -30,15 +30,17 @@ def stage1_module(way: str, recipe: Stage1): # -> (module, step)
     from anchor_nb.planning import plan_for
     from anchor_nb.prompts import load_formatter
     from anchor_nb.reconstruction import Reconstruction
-    from anchor_nb.training import ReconstructionStep, build_model, training_arguments
+    from anchor_nb.steps import ReconstructionStep
+    from anchor_nb.training import build_model, training_arguments
     folder, device = resolve_model(recipe.model), "cuda" if on_gpu() else "cpu"
     plan = plan_for(recipe, AutoConfig.from_pretrained(folder), device)
     plain = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(recipe.precision), attn_implementation="sdpa")
-    module = build_model(recipe, None, plan.gradient_checkpointing) if way == OURS else Reconstruction(plain(), recipe.alpha)
+    formatter = load_formatter(folder, recipe)
+    module = build_model(recipe, None, plan.gradient_checkpointing, formatter) if way == OURS else Reconstruction(plain(), recipe.alpha)
     module.to(device).train()
     if training_arguments(recipe).bf16:
         for part in (module, module.lm, module.lm.base_model): part.forward = torch.autocast(device, torch.bfloat16)(part.forward)
-    return module, (ReconstructionStep if way == OURS else PaddedStep)(recipe, load_formatter(folder, recipe), plan.micro_tokens)
+    return module, (ReconstructionStep if way == OURS else PaddedStep)(recipe, formatter, plan.micro_tokens)
 
 # %% ../nbs/15f_bench.ipynb #f07732ad
 def operator_share(work) -> float: # of the time
@@ -87,6 +89,7 @@ def stage1_way(way: str, pairs: list, repeats: int, profiled: bool = True, **set
     "Measure one way of a step of stage I; runs in a process of its own."
     import torch
     from anchor_nb.data import Example
+    from anchor_nb.peers import closing
     recipe = Stage1(global_batch=len(pairs), **settings)
     module, step = stage1_module(way, recipe)
     device, facts = next(module.parameters()).device, {}
@@ -96,15 +99,15 @@ def stage1_way(way: str, pairs: list, repeats: int, profiled: bool = True, **set
         facts.update(step.run(module, batch, lambda loss: loss.backward(), lambda last: nullcontext(), device))
     found = timed(work, repeats)
     norm = torch.stack([p.grad.float().norm() for p in module.parameters()]).norm().item()
-    loss = module.alpha*facts["loss_q2d"] + (1 - module.alpha)*facts["loss_d2q"]
-    lengths = [len(text.ids) for pair in batch for text in pair]
+    loss = recipe.alpha*facts["loss_q2d"] + (1 - recipe.alpha)*facts["loss_d2q"]
+    lengths = [len(text.ids) for pair in batch["anchor"] for text in pair]
     found |= dict(loss=float(loss), gradient_norm=norm, tokens=sum(lengths), longest=max(lengths), examples=len(pairs))
     if not profiled: return found
     from anchor_nb.planning import matrix_rate
     from anchor_nb.training import training_arguments
     rate = matrix_rate(device, torch.bfloat16 if training_arguments(recipe).bf16 else module.lm.dtype)
     if way == OURS: found["predicted_bytes"] = predicted(recipe, module, min(step.budget, sum(lengths)), "optimizer")
-    return found | efficiency(way, recipe, batch, step.eos, statistics.median(found["seconds"]), operator_share(work), rate)
+    return found | efficiency(way, recipe, batch["anchor"], closing(step.formatter), statistics.median(found["seconds"]), operator_share(work), rate)
 
 # %% ../nbs/15f_bench.ipynb #66e6f9c0
 def watch(trainer) -> list: # of seconds, filled as it trains; one more than steps
@@ -127,7 +130,7 @@ def our_trainer(recipe: Stage2, inputs, arguments) -> tuple: # (trainer, losses,
     trainer, losses = make_trainer(recipe, inputs, arguments, saver(recipe, inputs.formatter, inputs.data), None), []
     run = trainer.step.run
     trainer.step.run = lambda *args: (lambda facts: losses.append(facts["loss"]) or facts)(run(*args))
-    ids = [trainer.train_dataset[step].texts for step in range(recipe.steps)]
+    ids = [[text.ids for text in trainer.train_dataset[step].texts] for step in range(recipe.steps)]
     expected = predicted(recipe, trainer.model, min(trainer.step.budget, max(sum(map(len, texts)) for texts in ids)))
     return trainer, losses, sum(ids, []), dict(predicted_bytes=expected)
 
@@ -193,15 +196,16 @@ def encode_way(way: str, texts: list, model: str, max_length: int, micro_tokens:
 def loading_way(way: str, work: str, **settings) -> dict: # way: built, then cached; only a name here
     "From files to the first tokenized batch; runs in a process of its own."
     import datasets
-    from anchor_nb.prompts import load_instructions
-    from anchor_nb.training import ReconstructionStep, Steps, check_inputs
+    from anchor_nb.corpora import training_instructions
+    from anchor_nb.steps import ReconstructionStep, Steps
+    from anchor_nb.training import check_inputs
     datasets.config.HF_DATASETS_CACHE, before, start = Path(work)/"cache", memory()[0], time.perf_counter()
     forget_peak()
     recipe = Stage1(out=work, **settings)
     inputs = check_inputs(recipe)
-    batch = Steps(inputs.tables, inputs.batches, load_instructions(recipe.instructions), ReconstructionStep(recipe, inputs.formatter, 1024), 0, recipe.steps)[0]
+    batch = Steps(inputs.tables, inputs.batches, training_instructions(recipe.instructions), ReconstructionStep(recipe, inputs.formatter, 1024), 0, recipe.steps)[0]
     own = dict(own_bytes=status("RssAnon")) if sys.platform == "linux" else {}
-    return dict(own, seconds=[time.perf_counter() - start], before_bytes=before, peak_bytes=memory()[1], examples=sum(map(len, inputs.tables.values())), first=len(batch))
+    return dict(own, seconds=[time.perf_counter() - start], before_bytes=before, peak_bytes=memory()[1], examples=sum(map(len, inputs.tables.values())), first=len(batch["anchor"]))
 
 # %% ../nbs/15f_bench.ipynb #f06ffca4
 def stage1_cases(model: str = "smollm2-135m", corpora: list = ["debian"], batches: list = [8, 24], max_length: int = 192, micro_tokens: int = 0,

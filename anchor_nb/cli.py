@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['app', 'Parameters', 'Preset', 'ParameterFile', 'Output', 'DryRun', 'Quiet', 'Gpus', 'Model', 'Benchmark', 'Task',
-           'DataRoot', 'AsJson', 'Slurm', 'readable_errors', 'gather', 'first_line', 'list_stages', 'list_presets',
-           'parameter_help', 'show', 'with_gpus', 'add_stage', 'model_label', 'evaluate_parameters', 'print_outcome',
-           'evaluate', 'list_benchmarks', 'paper_tables', 'plan_memory', 'run_benchmark', 'sweep', 'submit', 'encode',
-           'show_plan', 'pipeline', 'demo', 'main']
+           'DataRoot', 'AsJson', 'Slurm', 'Format', 'NewPairs', 'Pairs', 'readable_errors', 'gather', 'first_line',
+           'list_stages', 'list_presets', 'parameter_help', 'show', 'with_gpus', 'add_stage', 'model_label',
+           'evaluate_parameters', 'print_outcome', 'evaluate', 'list_benchmarks', 'paper_tables', 'plan_memory',
+           'run_benchmark', 'sweep', 'list_recipes', 'run_recipe', 'submit', 'analyse', 'filter_pairs', 'dedup_pairs',
+           'merge', 'encode', 'show_plan', 'pipeline', 'demo', 'main']
 
 # %% ../nbs/17_cli.ipynb #a03eba8a
 import json
@@ -21,7 +22,8 @@ from typing import Annotated
 import typer
 
 from .pipeline import full_preset, plan, run_pipeline
-from .recipe import RECIPES, default, presets
+from .recipe import RECIPES, default
+from .preset_files import methods, presets
 from .redaction import hide, secret_values
 from .stage import TRAINING, read_pairs, read_parameter_file, train_stage
 from .runs import checked, declared, read_json, run_stage, stage_notebook, stages
@@ -114,7 +116,7 @@ def add_stage(stage: str):
     app.command(stage, help=f"{about}\n\n{parameter_help(stage)}")(command)
 
 for stage in dict.fromkeys([*RECIPES, *stages()]):
-    if stage != "evaluate": add_stage(stage)
+    if stage not in ("evaluate", "analyse"): add_stage(stage)
 
 # %% ../nbs/17_cli.ipynb #3e2e1534
 Model = Annotated[str, typer.Argument(help="run folder, model folder, sentence-transformers folder, hub id or short name; none: the models of the parameters")]
@@ -226,6 +228,23 @@ def sweep(name: Annotated[str, typer.Argument(help="a YAML file, or one of the p
     if not dry_run: typer.echo(json.dumps(found))
     if found["failed"]: raise typer.Exit(1)
 
+@app.command("recipes")
+def list_recipes(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False):
+    "List the methods that can be trained, each with what it is and where ours differs from the original."
+    if as_json: return typer.echo(json.dumps(methods()))
+    for name, card in methods().items(): typer.echo(f"{name:11} {card['about']} ({' + '.join(card['stages'])})")
+
+@app.command("recipe")
+def run_recipe(name: Annotated[str, typer.Argument(help="one of `anchor-nb recipes`")], out: Annotated[str, typer.Option("--out", help="folder of all runs, which recipes may share")] = "runs/sweeps",
+               parameter: Annotated[list[str], typer.Option("-p", "--parameter", metavar="STAGE.NAME=VALUE", help="one parameter of a stage; give it as often as you need")] = [], dry_run: DryRun = False):
+    "Data, training stages and scores of one method; one JSON object last. `anchor-nb sweep relatives` runs all of them on equal terms."
+    from anchor_nb import sweeps
+    with readable_errors():
+        if name not in methods(): raise ValueError(f"no recipe {name!r}; there are {', '.join(methods())}")
+        found = sweeps.run_sweep(dict(preset=name, base=read_pairs(parameter), arms={name: {}}), out, dry_run=dry_run)
+    if not dry_run: typer.echo(json.dumps(found))
+    if found["failed"]: raise typer.Exit(1)
+
 @app.command("submit")
 def submit(stage: Annotated[str, typer.Argument(help="a stage")], parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, gpus: Gpus = -1, slurm: Slurm = [],
            dry_run: Annotated[bool, typer.Option("--dry-run", help="print the job, queue nothing")] = False):
@@ -233,6 +252,59 @@ def submit(stage: Annotated[str, typer.Argument(help="a stage")], parameter: Par
     from anchor_nb.submit import submit_stage
     with readable_errors(): job = submit_stage(stage, gather(stage, preset, file, parameter) | with_gpus(stage, gpus), read_pairs(slurm), dry_run=dry_run)
     typer.echo(job if dry_run else f"job {job.job_id}; its log: {job.paths.stdout}")
+
+# %% ../nbs/17_cli.ipynb #6b87c4ca
+@app.command("analyse", help=f"{RECIPES['analyse'].__doc__}\n\n{parameter_help('analyse')}")
+def analyse(a: Annotated[str, typer.Argument(help="the model before: run folder, model folder, hub id or short name; none: that of the parameters")] = "",
+            b: Annotated[str, typer.Argument(help="the model after")] = "", data: Annotated[str, typer.Option("--data", help="folder or file of rows with text, or hf:org/name")] = "",
+            again: Annotated[str, typer.Option("--again", help="b trained again with another seed")] = "",
+            quick: Annotated[bool, typer.Option("--quick", help="a few hundred texts, for a first look")] = False, as_json: Annotated[bool, typer.Option("--json", help="print the summary as one JSON object last")] = False,
+            parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False):
+    words = {name: value for name, value in dict(a=a, b=b, data=data, again=again, quick=quick).items() if value}
+    with readable_errors():
+        if bool(a) != bool(b): raise ValueError("one model alone cannot be compared; name two, or the same one twice for its geometry")
+        base = {f.name: default(f) for f in fields(RECIPES["analyse"])} | dict(out=f"runs/analysis/{model_label(a)}-{model_label(b)}" + "-quick"*quick) if a else {}
+        values = base | gather("analyse", preset, file, []) | words | read_pairs(parameter)
+        if dry_run: return show("analyse", values)
+        typer.echo(f"The executed notebook: {run_stage('analyse', values, output, log=not quiet)}")
+        out = values.get("out") or declared(stage_notebook("analyse"))["out"][1]
+        if as_json: typer.echo(json.dumps(read_json(Path(out)/"summary.json")))
+
+# %% ../nbs/17_cli.ipynb #03b38f8c
+Format = Annotated[str, typer.Option("--format", help="anchor_nb, gritlm or columns")]
+NewPairs = Annotated[str, typer.Option("--out", help="folder for the pairs that are left, and for the report")]
+Pairs = Annotated[str, typer.Argument(help="folder of JSONL or parquet files, one such file, or hf:org/name")]
+
+@app.command("filter")
+def filter_pairs(data: Pairs, out: NewPairs, minimum: Annotated[float, typer.Option("--min-margin", help="smallest margin that is kept")], maximum: Annotated[float, typer.Option("--max-margin", help="largest margin that is kept")],
+                 model: Annotated[str, typer.Option(help="run folder, model folder, hub id or short name; none: the scores that mined rows carry")] = "",
+                 each: Annotated[str, typer.Option(help="what is kept or not: row, or negative, each by its own margin")] = "row",
+                 instructions: Annotated[str, typer.Option(help="paper, corpora, none, or a YAML file")] = "paper", max_length: Annotated[int, typer.Option(help="tokens of a text; 0: what the checkpoint says")] = 0, format: Format = "anchor_nb"):
+    "Keep rows whose margin, weakest positive less hardest negative, lies between two ends."
+    from anchor_nb.filters import filter_pairs
+    with readable_errors(): typer.echo(json.dumps(filter_pairs(data, out, minimum, maximum, model, each, format, instructions, max_length)))
+
+@app.command("dedup")
+def dedup_pairs(data: Pairs, out: NewPairs, threshold: Annotated[float, typer.Option(help="shared part of two texts from which they are the same; 2: equal rows only")] = 0.8,
+                against: Annotated[list[str], typer.Option(help="folder of an evaluation set, in the BEIR layout; give it as often as you need")] = [],
+                remove: Annotated[str, typer.Option(help="rows that show a test's queries, documents, either (all), pairs of both, or none: report only")] = "queries",
+                all_documents: Annotated[bool, typer.Option("--all-documents", help="look for test documents that answer nothing too")] = False, format: Format = "anchor_nb"):
+    "Drop rows that repeat others, and rows that evaluation sets know; says what of the tests was seen."
+    from anchor_nb.duplicates import dedup_pairs
+    with readable_errors(): typer.echo(json.dumps(dedup_pairs(data, out, threshold, against, remove, all_documents, format)))
+
+# %% ../nbs/17_cli.ipynb #85e02f1f
+@app.command("merge")
+def merge(models: Annotated[list[str], typer.Argument(help="run folders or model folders, two or more")], out: Annotated[str, typer.Option("--out", help="folder of the new model")],
+          weight: Annotated[list[float], typer.Option("--weight", help="one for each model, summing to 1; none: all the same")] = [],
+          method: Annotated[str, typer.Option(help="linear or slerp")] = "linear",
+          policy: Annotated[list[str], typer.Option("--policy", metavar="PATTERN=RULE", help="tensors by name: linear, slerp, first, second, ..., or weights such as [0.2, 0.8]; the first that fits")] = [],
+          missing: Annotated[str, typer.Option(help="tensors and tokens that some models lack: error or copy")] = "error",
+          dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; none: as in the first model")] = ""):
+    "One model of several, tensor by tensor; it loads as any other."
+    import yaml
+    from anchor_nb.merging import merge_models
+    with readable_errors(): typer.echo(json.dumps(merge_models(models, out, weight, method, {name: yaml.safe_load(text) for name, text in read_pairs(policy).items()}, missing, dtype)))
 
 # %% ../nbs/17_cli.ipynb #be2493d8
 @app.command("encode")

@@ -19,6 +19,7 @@ class Packed(NamedTuple):
     positions: Tensor  # [tokens] place of each token in its own text
     starts: Tensor     # [texts + 1] int32, where each text begins; the last entry is the number of tokens
     longest: int       # tokens of the longest text
+    places: Tensor | None = None # [texts, 3] in each text: where the content begins, where it ends, where the pooling tokens begin
 
     @property
     def last(self) -> Tensor:

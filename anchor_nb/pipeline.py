@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .recipe import RECIPES, coerce, default, preset
+from .recipe import RECIPES, coerce, default
+from .preset_files import preset
 from .report import report_html
 from .runs import checked, now, peak_memory, run_stage, stage_notebook, write_json
 

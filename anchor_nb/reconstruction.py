@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DecodeRules', 'Decoded', 'decoded', 'ReconstructionBatch', 'pack_pairs', 'count_targets', 'chunk_loss', 'HeadLoss',
-           'head_loss', 'Reconstruction']
+           'head_loss', 'vectors', 'Anchor', 'reconstruction_loss', 'Reconstruction']
 
 # %% ../nbs/07_reconstruction.ipynb #068079bd
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from .packing import Packed, flat, pack
 from .backbone import run_packed, trunk_of, check_head
+from .pooling import needs_last_only, pack_texts, pool_states
 
 # %% ../nbs/07_reconstruction.ipynb #b09cdc45
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class ReconstructionBatch(NamedTuple):
     documents: int         # how many of the targets are documents', direction Q2D
     visible: Tensor | None # [tokens of pass B] keys that may be looked at; None: all
 
+    @property
+    def tokens(self) -> int:
+        "Tokens that go through the layers, in both passes."
+        return len(self.encode.ids) + len(self.decode.ids)
+
 # %% ../nbs/07_reconstruction.ipynb #184dc283
 def pack_pairs(pairs: list,        # of (query, document), both `prompts.Tokens`
                rules: DecodeRules,
@@ -68,7 +74,7 @@ def pack_pairs(pairs: list,        # of (query, document), both `prompts.Tokens`
     total = sum(len(text.ids) for text in texts)
     counts = flat([text.targets for text in texts], total, bool)
     visible = flat([[True, *text.visible[:-1]] for text in texts], total, bool) if rules.hide_template else None
-    return ReconstructionBatch(pack([tokens.ids for tokens in queries + documents]), decode, counts.nonzero()[:, 0],
+    return ReconstructionBatch(pack_texts(queries + documents), decode, counts.nonzero()[:, 0],
                                flat([text.ids for text in texts], total)[counts],
                                sum(sum(text.targets) for text in texts[:len(pairs)]), visible)
 
@@ -130,26 +136,60 @@ def head_loss(hidden: Tensor,  # [targets, hidden]
         return HeadLoss.apply(hidden, weight, targets, wanted, chunk or (2048 if kind == "cuda" else 1024), compute)
 
 # %% ../nbs/07_reconstruction.ipynb #05239080
-class Reconstruction(nn.Module):
-    "Stage I's loss around a causal language model (equations 3 to 5)."
-    def __init__(self, lm,               # a causal language model from `load_backbone`
+def vectors(lm, packed: Packed, # texts packed by `pack_texts`
+            pooling: str = "eos",
+            embeddings: Tensor | None = None, # [tokens, hidden] instead of looking up the ids
+           ) -> Tensor:         # [texts, hidden]
+    "One vector for each text, with gradient; for [EOS], the last layer runs there alone."
+    short = needs_last_only(pooling)
+    states = run_packed(trunk_of(lm), packed, embeddings, only_last=short)
+    return states if short else pool_states(pooling, states, packed)
+
+# %% ../nbs/07_reconstruction.ipynb #f6d0efb5
+class Anchor:
+    "Equations 3 to 5 as an objective: items are pairs of `prompts.Tokens`."
+    coupled, uses_head, counted = False, True, ("target_tokens_q2d", "target_tokens_d2q")
+    def __init__(self, eos: int,         # id of [EOS]
+                 rules: DecodeRules = DecodeRules(),
                  alpha: float = 0.2,     # paper: alpha 0.2, the weight of Q2D
+                 pooling: str = "eos",   # paper: the anchor is the state at [EOS]
                  chunk: int = 0):        # rows of the head at a time, see `head_loss`
+        self.eos, self.rules, self.alpha, self.pooling, self.chunk = eos, rules, alpha, pooling, chunk
+        self.parts = dict(loss_q2d=alpha, loss_d2q=1 - alpha) # each loss that is logged, and its weight in the whole
+
+    def check(self, lm): check_head(lm)
+    def prepare(self, pairs: list, step: int) -> list: return pairs
+    def counts(self, pairs: list) -> list: return count_targets(pairs, self.rules, self.eos)
+    def lengths(self, pairs: list) -> list: return [len(query.ids) + len(document.ids) for query, document in pairs]
+    def pack(self, pairs: list) -> ReconstructionBatch: return pack_pairs(pairs, self.rules, self.eos)
+    def loss(self, lm, batch: ReconstructionBatch, totals: Tensor) -> tuple: return reconstruction_loss(lm, batch, totals, self.alpha, self.pooling, self.chunk)
+
+# %% ../nbs/07_reconstruction.ipynb #66a9e862
+def reconstruction_loss(lm,             # a causal language model from `load_backbone`
+                        batch: ReconstructionBatch,
+                        totals: Tensor, # [2] targets of Q2D and D2Q in the whole global batch
+                        alpha: float = 0.2, pooling: str = "eos", chunk: int = 0,
+                       ) -> tuple:      # (loss, [2] loss in nats per token of each direction)
+    "This micro-batch's share of the global loss; shares add up."
+    n, tokens, trunk = batch.documents, len(batch.encode.ids), trunk_of(lm)
+    embeddings = lm.get_input_embeddings()(torch.cat([batch.encode.ids, batch.decode.ids])) # once: each lookup's gradient is as large as the vocabulary
+    anchors = vectors(lm, batch.encode, pooling, embeddings[:tokens])
+    decode = embeddings[tokens:].index_copy(0, batch.decode.starts[:-1].long(), anchors.to(embeddings.dtype))
+    hidden = run_packed(trunk, batch.decode, decode, batch.visible, causal=True).index_select(0, batch.rows)
+    q2d, d2q = totals.double()
+    share = torch.stack([alpha/q2d, (1 - alpha)/d2q])
+    direction = (torch.arange(len(batch.targets), device=hidden.device) >= n).long()
+    loss, losses = head_loss(hidden, lm.get_output_embeddings().weight, batch.targets, share[direction], chunk)
+    return loss, torch.stack([losses[:n].sum(), losses[n:].sum()])/totals
+
+# %% ../nbs/07_reconstruction.ipynb #007d21b3
+class Reconstruction(nn.Module):
+    "Stage I's loss around a causal language model."
+    def __init__(self, lm, alpha: float = 0.2, chunk: int = 0): # as for `reconstruction_loss`
         super().__init__()
         check_head(lm)
         self.lm, self.alpha, self.chunk = lm, alpha, chunk
 
-    def forward(self, batch: ReconstructionBatch,
-                totals: Tensor, # [2] targets of Q2D and D2Q in the whole global batch
-               ) -> tuple:      # (loss, [2] loss in nats per token of each direction)
-        "This micro-batch's share of the global loss; shares add up."
-        trunk, n, tokens = trunk_of(self.lm), batch.documents, len(batch.encode.ids)
-        embeddings = self.lm.get_input_embeddings()(torch.cat([batch.encode.ids, batch.decode.ids])) # once: each lookup's gradient is as large as the vocabulary
-        anchors = run_packed(trunk, batch.encode, embeddings[:tokens], only_last=True)
-        decode = embeddings[tokens:].index_copy(0, batch.decode.starts[:-1].long(), anchors.to(embeddings.dtype))
-        hidden = run_packed(trunk, batch.decode, decode, batch.visible).index_select(0, batch.rows)
-        q2d, d2q = totals.double()
-        share = torch.stack([self.alpha/q2d, (1 - self.alpha)/d2q])
-        direction = (torch.arange(len(batch.targets), device=hidden.device) >= n).long()
-        loss, losses = head_loss(hidden, self.lm.get_output_embeddings().weight, batch.targets, share[direction], self.chunk)
-        return loss, torch.stack([losses[:n].sum(), losses[n:].sum()])/totals
+    def forward(self, batch: ReconstructionBatch, totals: Tensor) -> tuple: # (loss, [2] nats per token of each direction)
+        "This micro-batch's share of the global loss."
+        return reconstruction_loss(self.lm, batch, totals, self.alpha, chunk=self.chunk)

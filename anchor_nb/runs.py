@@ -27,7 +27,8 @@ from . import __version__
 from .launch import environment
 from .ledger import append_rows, frame, read_json, read_rows, write_json, write_text
 from .provenance import code_version, file_facts, gpu_names, input_hashes, library_versions, machine, package_folder, peak_gpu_memory, peak_memory
-from .recipe import RECIPES, as_dict, check_names, coerce, default, identity, preset
+from .recipe import RECIPES, as_dict, check_names, coerce, default, identity
+from .preset_files import preset
 from .run_folder import locked
 from .redaction import hide, secret_values, without_secrets
 

@@ -13,7 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from .launch import find_node, launch
-from .recipe import RECIPES, preset
+from .recipe import RECIPES
+from .preset_files import preset
 from .redaction import hide, secret_values
 from .run_folder import locked
 from .runs import checked, fail_run, finish_run, notebook_defaults, now, stage_notebook, start_run

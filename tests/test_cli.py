@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from anchor_nb import pipeline, runs
 from anchor_nb.cli import app
-from anchor_nb.recipe import RECIPES, presets
+from anchor_nb.preset_files import presets
+from anchor_nb.recipe import RECIPES
 
 COMMAND = Path(sys.executable).with_name("anchor-nb")
 
@@ -77,6 +78,8 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["pipeline", "--preset", "smoke", "-p", "report.titel=x"], "did you mean title?"),
     (["pipeline", "--preset", "nope"], "no preset 'nope'"),
     (["sweep", "nope.yml"], "there is no file nope.yml; give a YAML file, or one of ablation"),
+    (["recipe", "e6"], "no recipe 'e6'; there are anchor"),
+    (["recipe", "e5", "-p", "steps=5"], "write stage.parameter, such as stage1.alpha"),
     (["submit", "stage1", "-p", "step=5"], "did you mean steps?"),
     (["encode", "nowhere", "--out", "vectors", "-p", "shard_row=9"], "did you mean shard_rows?"),
     (["encode", "nowhere", "--out", "vectors", "-p", "shard_rows=many"], "give shard_rows as int"),
@@ -105,6 +108,17 @@ def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypat
     assert job.exit_code == 0 and "#SBATCH --partition=gpu" in job.output and "#SBATCH --time=240" in job.output and "'processes': 8" in job.output, job.output
     shown = invoke("sweep", "alpha", "--dry-run")
     assert shown.exit_code == 0 and "stage1-" in shown.output and "waiting" in shown.output, shown.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_methods_are_listed_and_one_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    listed, cards = invoke("recipes").output.splitlines(), json.loads(invoke("recipes", "--json").output)
+    assert [line.split()[0] for line in listed] == list(cards) and set(cards) == {"anchor", "llm2vec", "echo", "llama2vec", "gritlm-re", "e5", "bge-icl"}
+    assert all(card["differs"] for card in cards.values())
+    shown = invoke("recipe", "llm2vec", "-p", "stage1.steps=7", "--dry-run").output
+    assert all(f"{stage}-" in shown for stage in ("prepare", "stage1", "stage2", "evaluate"))
+    assert "stage1-" not in invoke("recipe", "e5", "--dry-run").output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,7 +17,8 @@ from anchor_nb.guards import NotFinite, Stopped
 from anchor_nb.launch import launch
 from anchor_nb.recipe import Stage1
 from anchor_nb.run_folder import checkpoints
-from anchor_nb.training import AnchorTrainer, ReconstructionStep, check_inputs, train
+from anchor_nb.steps import ReconstructionStep
+from anchor_nb.training import AnchorTrainer, check_inputs, train
 from common import recipe, rows
 
 USUAL = dict(steps=10, save_steps=2)

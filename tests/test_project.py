@@ -10,7 +10,7 @@ from pathlib import Path
 import papermill
 import pytest
 
-from anchor_nb import recipe
+from anchor_nb import preset_files, recipe
 from anchor_nb.runs import notebook_defaults, stages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +88,7 @@ def test_every_parameter_is_typed_and_described(path):
 def test_parameters_cell_is_made_from_the_recipe(path):
     cls = recipe.RECIPES[path.stem]
     tagged = [source(cell) for cell in cells(path) if "parameters" in cell["metadata"].get("tags", [])]
-    assert tagged == [recipe.parameters_cell(cls)]
+    assert tagged == [preset_files.parameters_cell(cls)]
     found = papermill.inspect_notebook(str(path))
     assert {name: ast.literal_eval(about["default"]) for name, about in found.items()} == notebook_defaults(cls)
 
@@ -101,9 +101,9 @@ def test_stage_notebooks_are_thin_clean_and_launch_once(path):
     assert json.loads(path.read_text())["metadata"]["kernelspec"]["name"] == "python3"
 
 
-@pytest.mark.parametrize("name, stage", [(name, stage) for name, names in recipe.presets().items() for stage in names])
+@pytest.mark.parametrize("name, stage", [(name, stage) for name, names in preset_files.presets().items() for stage in names])
 def test_every_preset_makes_a_valid_recipe(name, stage):
-    recipe.RECIPES[stage](**recipe.preset(name, stage))
+    recipe.RECIPES[stage](**preset_files.preset(name, stage))
 
 
 # ---- house rules ----

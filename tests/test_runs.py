@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook
 
-from anchor_nb import provenance, recipe, runs
+from anchor_nb import preset_files, provenance, runs
 from anchor_nb.recipe import RECIPES
 
 KERNEL = dict(kernelspec=dict(name="python3", display_name="python3", language="python"))
@@ -324,14 +324,14 @@ def test_the_notebook_runs_in_the_folder_of_the_caller(tmp_path, monkeypatch):
 
 
 def test_papermill_takes_every_preset_as_it_is():
-    for name, stages in recipe.presets().items():
+    for name, stages in preset_files.presets().items():
         for stage_name in stages:
-            parameters = recipe.preset(name, stage_name)
+            parameters = preset_files.preset(name, stage_name)
             assert runs.checked(runs.stage_notebook(stage_name), parameters) == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
 
 
-@pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in recipe.presets().items() for stage in stages])
+@pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in preset_files.presets().items() for stage in stages])
 def test_plain_papermill_with_a_preset_is_that_preset(name, stage_name):
     "`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over the recipe's defaults."
     from anchor_nb.pipeline import full_preset
-    assert {**runs.notebook_defaults(RECIPES[stage_name]), **recipe.preset(name, stage_name)} == full_preset(name, stage_name)
+    assert {**runs.notebook_defaults(RECIPES[stage_name]), **preset_files.preset(name, stage_name)} == full_preset(name, stage_name)

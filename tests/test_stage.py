@@ -83,7 +83,7 @@ def test_what_is_wrong_is_the_last_line(tmp_path, capsys):
 
 def test_a_failure_is_on_record(tmp_path, monkeypatch):
     from anchor_nb.stage import main
-    from anchor_nb.training import ReconstructionStep
+    from anchor_nb.steps import ReconstructionStep
     def break_down(*args): raise RuntimeError("the disk has gone")
     monkeypatch.setattr(ReconstructionStep, "run", break_down)
     with pytest.raises(SystemExit): main(arguments(tmp_path)[2:])

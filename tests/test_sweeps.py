@@ -13,6 +13,7 @@ from common import toy_pairs
 
 from anchor_nb import runs, sweeps
 from anchor_nb.corpora import build_corpus
+from anchor_nb.preset_files import methods
 
 SMALL = {"stage1.steps": 6, "stage1.global_batch": 4, "stage2.global_batch": 4, "stage1.max_length": 32, "stage2.max_length": 32, "stage2.steps": 4, "stage2.snapshot_steps": 0,
          "evaluate.documents": 20, "evaluate.queries": 8, "evaluate.max_length": 32, "evaluate.instructions": "none", "stage1.save_steps": 2, "stage2.save_steps": 2,
@@ -43,6 +44,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
 
 @pytest.mark.parametrize("said, message", [
     (dict(preset="smok"), "no preset 'smok'"),
+    (dict(arms={"e5": {"preset": "e6"}}), "arm e5: no preset 'e6'"),
     (dict(grid={"stage1.alpha": [0.2, 2]}), r"alpha must lie in \[0, 1\]"),
     (dict(arms={"a": {"stages": ["stage9"]}}), "arm a: stages has 'stage9'"),
     (dict(arms={"alpha=0.2": {}}, grid={"stage1.alpha": [0.2]}), "two arms are called"),
@@ -70,6 +72,17 @@ def test_what_arms_share_is_one_node(tmp_path):
     assert Counter(node.stage for node in nodes.values()) == dict(prepare=1, stage1=2, stage2=5, evaluate=6)
     at = {name: position for position, name in enumerate(nodes)}
     assert all(at[need] < at[name] for name, node in nodes.items() for need in node.needs), "a node comes after those it needs"
+
+
+@pytest.mark.parametrize("name", ["relatives", "relatives-demo"])
+def test_methods_are_compared_on_equal_terms(name, tmp_path):
+    nodes, arms = sweeps.plan_sweep(sweeps.read_sweep(name), tmp_path)
+    assert {arm.label for arm, _ in arms} == {*methods(), "untrained", "baseline"}
+    of = lambda label, stage: next(nodes[n].parameters for arm, names in arms if arm.label == label for n in names if nodes[n].stage == stage)
+    second = {label: of(label, "stage2") for label in {*methods(), "baseline"}}
+    for setting in ("steps", "global_batch", "max_length", "negatives", "data", "seed", "instructions", "mask_false_negatives", "warmup_steps"): assert len({settings[setting] for settings in second.values()}) == 1, setting
+    assert (second["llm2vec"]["bidirectional"], second["e5"]["pooling"], second["gritlm-re"]["lora_rank"], second["anchor"]["temperature"]) == (True, "last", 0, 0.05)
+    assert of("llm2vec", "stage1")["objectives"] == {"mntp": 1.0} and of("anchor", "stage1")["objectives"] == {}
 
 
 def test_inputs_from_outside_count_with_their_content(tmp_path):

@@ -193,7 +193,7 @@ def test_tracker_by_name(tmp_path, monkeypatch):
 
 
 def test_paper_and_authors_presets_differ_where_the_notes_say():
-    from anchor_nb.recipe import preset
+    from anchor_nb.preset_files import preset
     ours, theirs = [Stage1(**preset(name, "stage1")) for name in ("paper", "authors-code")]
     assert (theirs.truncation, theirs.decode_from, theirs.target_eos, theirs.hide_template) == ("cut_eos", "sequence", False, True)
     assert (ours.steps, ours.learning_rate, ours.global_batch, ours.warmup_steps, ours.alpha) == (2000, 4e-5, 512, 300, 0.2)

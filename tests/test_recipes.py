@@ -1,0 +1,66 @@
+"""Every method, from its preset to vectors, on the tiny model; and what the settings that only they use do to a run."""
+import json
+
+import numpy as np
+import pytest
+
+from anchor_nb.corpora import build_corpus
+from anchor_nb.embedder import AnchorEmbedder
+from anchor_nb.launch import launch
+from anchor_nb.pipeline import full_preset
+from anchor_nb.preset_files import methods
+from anchor_nb.recipe import RECIPES
+from anchor_nb.training import train
+from common import rows
+
+TINY = dict(data=str(build_corpus("toy")/"pairs"), instructions="corpora", steps=3, global_batch=8, warmup_steps=1, max_length=64, save_steps=0, micro_tokens=10_000, precision="fp64")
+
+
+def settings(method, stage, out, **more):
+    return RECIPES[stage](**full_preset(method, stage) | dict(model="tiny", out=str(out)) | TINY | more)
+
+
+def trained(method, folder, **more):
+    "All stages of a method, each from the one before; the folder of the last."
+    model = "tiny"
+    for stage in methods()[method]["stages"]:
+        train(settings(method, stage, folder/stage, model=model, **more.get(stage, {})))
+        model = str(folder/stage/"model")
+    return folder/stage
+
+
+@pytest.mark.parametrize("method", methods())
+def test_every_method_runs_to_vectors(method, tmp_path):
+    out = trained(method, tmp_path)
+    wanted = settings(method, "stage2", out)
+    facts = json.loads((out/"model"/"anchor_nb.json").read_text())
+    assert (facts["pooling"], facts["bidirectional"]) == (wanted.pooling, wanted.bidirectional)
+    assert json.loads((out/"model"/"config.json").read_text()).get("is_causal", True) is not wanted.bidirectional
+    embedder = AnchorEmbedder.from_pretrained(str(out))
+    assert embedder.pooling == wanted.pooling
+    vectors = embedder.encode_query(["a barber with rabbits", "a brewer of beer"], "Find the person")
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5) and abs(vectors[0] @ vectors[1]) < 1 - 1e-6
+    assert all(np.isfinite(row["loss"]) for row in rows(out)) and len(rows(out)) == 3
+
+
+@pytest.mark.parametrize("method, stage, more", [("llm2vec", "stage1", {}), ("llama2vec", "stage1", {}), ("llama2vec", "stage1", dict(objectives=dict(llara=1.0), pooling="tokens", pooling_tokens=4)),
+    ("anchor", "stage1", dict(objectives=dict(anchor=1.0, ebae=0.5))), ("gritlm-re", "stage2", dict(sigreg=0.05)), ("echo", "stage2", dict(both_directions=True, matryoshka_dims=[8])), ("bge-icl", "stage2", {})])
+def test_micro_batches_and_processes_change_nothing(method, stage, more, tmp_path):
+    ways = dict(plain={}, pieces=dict(micro_tokens=150), ranks=dict(micro_tokens=300, processes=2))
+    found = {}
+    for name, how in ways.items():
+        recipe = settings(method, stage, tmp_path/name, **more | how)
+        launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
+        found[name] = [(row["loss"], row["grad_norm"]) for row in rows(recipe.out)]
+    for name in ("pieces", "ranks"): assert np.array(found[name]) == pytest.approx(np.array(found["plain"]), rel=1e-6), name
+
+
+def test_a_bidirectional_model_does_not_become_causal_by_silence(tmp_path):
+    trained("llm2vec", tmp_path)
+    with pytest.raises(ValueError, match="was trained with bidirectional attention; set bidirectional=true"):
+        train(settings("e5", "stage2", tmp_path/"next", model=str(tmp_path/"stage1"/"model")))
+
+
+def test_datasets_without_in_batch_negatives_must_exist(tmp_path):
+    with pytest.raises(ValueError, match="without_in_batch names unknown datasets toys; there are toy"):
+        train(settings("e5", "stage2", tmp_path/"run", without_in_batch=["toys"]))
