@@ -50,7 +50,7 @@ def mask_text(text,            # `prompts.Tokens`
 def mask_id(tokenizer, token: str = "_") -> int: # LLM2Vec: "blank", which is _
     "The id of the mask token; ValueError when the tokenizer has no such token."
     found = tokenizer.get_vocab().get(token)
-    if found is None: raise ValueError(f"mask_token={token!r} is no token of this tokenizer; choose one that is, such as {next((t for t in ('_', '▁', '.', '?') if t in tokenizer.get_vocab()), tokenizer.eos_token)!r}")
+    if found is None: raise ValueError(f"masked_with={token!r} is no token of this tokenizer; choose one that is, such as {next((t for t in ('_', '▁', '.', '?') if t in tokenizer.get_vocab()), tokenizer.eos_token)!r}")
     return found
 
 # %% ../nbs/07b_masked.ipynb #839f9bc8

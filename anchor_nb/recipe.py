@@ -146,7 +146,7 @@ class Stage1(Training):
     objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, mntp and simcse; empty: anchor alone", "paper: anchor; ebae and ebar are LLaMA2Vec's, llara is its released form, mntp is LLM2Vec's")
     masked_fraction: float = setting(0.2, "mntp: share of a text's tokens that are masked", "LLM2Vec: 0.2, for Mistral 0.8")
     masked_replace: str = setting("80/10/10", "mntp: 80/10/10 leaves a tenth as it was and makes a tenth another token; mask replaces all", "LLM2Vec: the former, for Mistral the latter", ("80/10/10", "mask"))
-    mask_token: str = setting("_", "mntp: what stands in place of a masked token", "LLM2Vec: _")
+    masked_with: str = setting("_", "mntp: what stands in place of a masked token", "LLM2Vec: _")
     attention_dropout: float = setting(0.0, "dropout of attention weights, the noise of simcse", "LLM2Vec: 0.3 for SimCSE")
     temperature: float = setting(0.05, "simcse: cosine similarities are divided by this", "LLM2Vec: scale 20")
     lora_rank: int = setting(0, "rank of adapters on all linear projections; 0: all parameters train", "paper: all parameters")
@@ -223,6 +223,7 @@ class Prepare(Recipe):
     seed: int = setting(0, "decides splits and negatives", "ours")
     out: str = setting("", "folder for the training files and evaluation sets", how=True)
 
+# %% ../nbs/00_recipe.ipynb #67088234
 @dataclass(frozen=True, kw_only=True)
 class Mine(Recipe):
     "Find hard negatives for pairs, with an embedder or with BM25."
@@ -261,6 +262,7 @@ class Mine(Recipe):
                 (self.processes < 0, f"processes must not be negative, it is {self.processes}"),
                 (not self.max_length > 0, f"max_length must be over 0, it is {self.max_length}")]
 
+# %% ../nbs/00_recipe.ipynb #d518bedd
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Recipe):
     "Score models and their snapshots on benchmarks and tasks of mteb, into the ledger."
@@ -286,6 +288,7 @@ class Evaluate(Recipe):
                 (not self.out, "out is empty; name the folder of the ledger"),
                 (not self.max_length > 0, f"max_length must be over 0, it is {self.max_length}")]
 
+# %% ../nbs/00_recipe.ipynb #1c58e618
 @dataclass(frozen=True, kw_only=True)
 class Analyse(Recipe):
     "Compare two models layer by layer, and the geometry of their embeddings."
@@ -319,6 +322,7 @@ class Analyse(Recipe):
                 (self.texts < 0, f"texts must not be negative, it is {self.texts}"),
                 (not all(isinstance(k, int) and k > 0 for k in self.neighbours) or not self.neighbours, f"neighbours={self.neighbours}; give whole numbers over 0")]
 
+# %% ../nbs/00_recipe.ipynb #69233688
 @dataclass(frozen=True, kw_only=True)
 class Report(Recipe):
     "Read what the other stages left and show it beside the paper."

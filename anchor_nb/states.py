@@ -64,10 +64,12 @@ class Reader(NamedTuple):
     @property
     def shape(self) -> tuple: return len(self.layers), self.width
 
+# %% ../nbs/13c_states.ipynb #b9136f58
 def spaced(states: int, most: int) -> list: # numbers of states
     "Some states, evenly spaced, with the first and the last."
     return sorted({round(number) for number in np.linspace(0, states - 1, min(most or states, states))})
 
+# %% ../nbs/13c_states.ipynb #66531543
 def matched(first: list, states: int, others: int) -> list: # numbers of states of the other model
     "For some states of a model, those at the same fraction of another one's depth."
     return [round(layer*(others - 1)/(states - 1)) for layer in first]
@@ -82,6 +84,7 @@ def untrained(embedder: AnchorEmbedder, seed: int) -> AnchorEmbedder:
         again.lm = AutoModelForCausalLM.from_config(lm.config, dtype=lm.dtype, attn_implementation=lm.config._attn_implementation).to(embedder.device).eval()
     return again
 
+# %% ../nbs/13c_states.ipynb #387fa1d8
 def open_readers(a: str, b: str, twin: str, settings: Settings) -> dict: # name -> `Reader`
     "Load the models of a comparison."
     how = dict(pooling=settings.pooling, max_length=settings.max_length, precision=settings.precision, device=settings.device, micro_tokens=settings.micro_tokens)
@@ -117,6 +120,7 @@ def content_ends(formatter: Formatter, texts: list, tokens: list) -> list: # of 
         if ids[:len(text.content)] != text.content: raise ValueError(f"{formatter.tokenizer.decode(text.content)!r} is cut into other tokens within its template; compare these models with rows=pooled")
     return [{end: text.start + k for k, (_, end) in enumerate(offsets[:len(text.content)])} for offsets, text in zip(out["offset_mapping"], tokens)]
 
+# %% ../nbs/13c_states.ipynb #34a66af3
 def common_rows(readers: list, texts: list, tokens: list, packs: list) -> tuple: # (indices of packed tokens for each reader, [rows] which text)
     "The tokens of a packed batch at whose end all models have read the same characters."
     ends = [content_ends(reader.embedder.formatter, texts, own) for reader, own in zip(readers, tokens)]
@@ -130,6 +134,7 @@ def finite(reader: Reader, states: Tensor, which: list): # states: [rows, layers
     broken = (~torch.isfinite(states)).any(-1).nonzero()
     if len(broken): raise ValueError(f"{reader.name}: state {reader.layers[broken[0, 1]]} of text {which[broken[0, 0]]} is not finite; load the model with precision=fp32, or look at its weights")
 
+# %% ../nbs/13c_states.ipynb #1345ed31
 def read(readers: list, texts: list, numbers: list, tokens: list, rows: str) -> tuple: # (rows of each reader, [rows] text numbers, vectors of each reader)
     "The rows of some texts from all models, and the pooled vectors of the last state."
     packs = [pack_texts(own).to(reader.embedder.device) for reader, own in zip(readers, tokens)]
@@ -147,6 +152,7 @@ def read(readers: list, texts: list, numbers: list, tokens: list, rows: str) -> 
 # %% ../nbs/13c_states.ipynb #35df8486
 CHUNK = 1024 # rows handed on at once; of a block's last chunk, up to twice as many
 
+# %% ../nbs/13c_states.ipynb #e4322d1c
 def regrouped(parts: Iterable, size: int) -> Iterator: # parts: lists of tensors with equally many rows
     "The same rows in chunks of `size`; the last one holds up to twice as many."
     held = []
@@ -157,6 +163,7 @@ def regrouped(parts: Iterable, size: int) -> Iterator: # parts: lists of tensors
             held = [each[size:] for each in held]
     if held and len(held[0]): yield held
 
+# %% ../nbs/13c_states.ipynb #b60248f3
 def dealt(count: int, blocks: int, seed: int) -> list: # of arrays of text numbers
     "Texts in random order, in blocks; ValueError for fewer than eight."
     if count < 8: raise ValueError(f"{count} texts; intervals and held-out halves need at least 8, and hundreds to mean anything")

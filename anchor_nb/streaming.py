@@ -88,6 +88,7 @@ class Comparison:
         "What was kept of all blocks."
         return {name: torch.stack(self.kept[name]) for name in names}
 
+# %% ../nbs/14a_streaming.ipynb #c45dc1f6
 def only(moments: Moments, pairs: list) -> Moments:
     "The sums of some of the pairs."
     part, places = copy.copy(moments), [moments.pairs.index(pair) for pair in pairs]
@@ -115,6 +116,7 @@ def curves(comparison: Comparison, x: Comparison, y: Comparison, settings: Setti
         found |= dict(procrustes_residual=interval(residual, scored), procrustes_cosine=interval(cosine, scored), row_inverse_entropy=plain(row_inverse_entropy(comparison.fitted[0]).mean(-1).cpu()))
     return found
 
+# %% ../nbs/14a_streaming.ipynb #aebf62eb
 def plain(values: Tensor) -> dict:
     "Values without an interval."
     return interval_lists(values, *[torch.full_like(values, torch.nan)]*2)
@@ -125,6 +127,7 @@ def nearest(states: Tensor, count: int, which: Tensor) -> list: # states: [rows,
     layers = states.unbind(1)
     return [neighbours(own, count, which.to(own.device)).cpu() if (own != own[:1]).any() else None for own in layers]
 
+# %% ../nbs/14a_streaming.ipynb #9fba71ea
 def neighbour_curves(lists: dict,   # name -> what `nearest` gives, of each model
                      pair: tuple,   # names of two models
                      matched: list, # places of layers
@@ -174,6 +177,7 @@ def accumulate(readers: dict, source: Iterable, half: int, settings: Settings) -
 # %% ../nbs/14a_streaming.ipynb #b9d54986
 TURNED = ("procrustes_residual", "procrustes_cosine", "row_inverse_entropy")
 
+# %% ../nbs/14a_streaming.ipynb #63e2747c
 def unfit(pair: Comparison) -> dict: # metric -> why
     "The measures that these models or these texts do not allow."
     p, q = pair.total.cross.shape[1:]
@@ -181,6 +185,7 @@ def unfit(pair: Comparison) -> dict: # metric -> why
     few = f"half of the {pair.total.rows} rows cannot fix a rotation of {p} dimensions; give more than {2*p} texts, or compare tokens"
     return {} if pair.fitted else dict.fromkeys(TURNED, few)
 
+# %% ../nbs/14a_streaming.ipynb #7bab1591
 def evaluate(readers: dict, comparisons: dict, names: dict, alone: dict, sample: Sample, settings: Settings) -> dict: # rows, layers_a, layers_b, matched, matrices, curves, last_layer, left_out
     "Matrices over layers, curves over matched layers with their nulls, and the last layer in detail."
     pair, (a, b) = comparisons["pair"], (readers["a"], readers["b"])
@@ -207,6 +212,7 @@ def evaluate(readers: dict, comparisons: dict, names: dict, alone: dict, sample:
 # %% ../nbs/14a_streaming.ipynb #75beafc8
 PROBED = 8000 # texts of the probe at most, as many as in HRSA
 
+# %% ../nbs/14a_streaming.ipynb #d1746a40
 def analyse(readers: dict, texts: list, labels: list | None, settings: Settings) -> dict: # what `evaluate` gives, with probe and cost
     "Compare models that are loaded."
     start, blocks = time.perf_counter(), dealt(len(texts), settings.blocks, settings.seed)
@@ -226,10 +232,12 @@ def analyse(readers: dict, texts: list, labels: list | None, settings: Settings)
 # %% ../nbs/14a_streaming.ipynb #8d16902b
 FORMAT = 1 # raised when results get other content
 
+# %% ../nbs/14a_streaming.ipynb #9626ebed
 def digest(value) -> str:
     "A hash of plain values."
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
+# %% ../nbs/14a_streaming.ipynb #f49156af
 def checked(texts, labels) -> tuple: # (list, list or None)
     "Texts and labels as lists; ValueError for what is no text, or labels that do not fit."
     texts = list(texts)
@@ -239,6 +247,7 @@ def checked(texts, labels) -> tuple: # (list, list or None)
     if labels: split_by_class(labels) # before the models are loaded
     return texts, labels
 
+# %% ../nbs/14a_streaming.ipynb #8a05689e
 def about(path: str, content: str, reader: Reader) -> dict:
     "What a result says of a model."
     return dict(path=path, name=Path(path).name, content=content, states=reader.states, width=reader.width, pooling=reader.embedder.pooling)

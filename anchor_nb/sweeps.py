@@ -39,7 +39,7 @@ def sweep_file(name: str, # a path, or a name of the sweeps of the paper
     "Where a sweep is written down; FileNotFoundError lists those that come with the package."
     if Path(name).is_file(): return Path(name)
     ours = {path.stem: path for path in sorted(preset_folder().glob("*/sweeps/*.yaml"))}
-    if name not in ours: raise FileNotFoundError(f"there is no file {name}; give a YAML file, or one of {', '.join(ours)}")
+    if name not in ours: raise FileNotFoundError(f"there is no file {name}; give a YAML file, or one of {', '.join(sorted(ours))}")
     return ours[name]
 
 # %% ../nbs/16c_sweeps.ipynb #5e4d24da
