@@ -42,6 +42,7 @@ class Encoding(Recipe):
     dtype: str = setting("float32", "of the stored vectors", choices=DTYPES)
     shard_rows: int = setting(16384, "rows of a shard: what is in memory, and what a kill can cost", "ours")
     instruction: str = setting("", "goes before every text; documents usually have none")
+    role: str = setting("document", "document or query: whose prompt a checkpoint that has prompts of its own puts before texts without an instruction", "ours", ("document", "query"))
     pooling: str = setting("", "empty: what the checkpoint says, else eos")
     max_length: int = setting(0, "tokens of a text; 0: what the checkpoint says, else 512")
     precision: str = setting("auto", "the model computes in bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU")
@@ -196,7 +197,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
     with closing(ahead(lambda n: entries(Piece(*pieces[n]), settings), mine)) as shares, \
          tqdm(total=sum(Piece(*pieces[n]).rows for n in mine), desc=f"encode, process {rank + 1} of {world}", unit=" texts", mininterval=1, disable=rank > 0) as bar:
         for number, (ids, texts) in zip(mine, shares):
-            vectors = embedder.encode(texts, settings.instruction)
+            vectors = embedder.encode(texts, settings.instruction, role=settings.role)
             if not (fine := np.isfinite(vectors).all(1)).all(): raise ValueError(f"the vector of {ids[int(np.argmin(fine))]!r} is not finite; look for NaN in the model's weights, or try precision=fp32")
             write_shard(shard_file(settings.out, number), ids, vectors, settings.dtype, Piece(*pieces[number]).first)
             bar.update(len(ids))

@@ -174,9 +174,9 @@ def pool_texts(table: Iterable, # rows in the common form
 def vectors_of(texts: Path, # a file of texts
                recipe: Mine,
                content: list, # what identifies the model: hashes, which take a while
-               instruction: str = ""): # -> `Encoded`
+               instruction: str = "", role: str = "document"): # -> `Encoded`
     "The vectors of a file, from the store where it has them."
-    settings = dict(field="text", id_field="", dtype=recipe.dtype, instruction=instruction, pooling=recipe.pooling, max_length=recipe.max_length)
+    settings = dict(field="text", id_field="", dtype=recipe.dtype, instruction=instruction, role=role, pooling=recipe.pooling, max_length=recipe.max_length)
     key = hashlib.sha256(json.dumps([file_hash(texts), content, settings]).encode()).hexdigest()[:16]
     out = Path(recipe.vectors or Path(recipe.out)/"vectors")/f"{texts.stem}-{key}"
     try: return open_encoded(out)
@@ -198,7 +198,7 @@ def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine) -> It
     for turn, (instruction, rows) in enumerate(groups.items()):
         file = pool.path.with_name(f"{name}-queries-{turn}.jsonl")
         write_text(file, "".join(json.dumps(dict(text=row["query"])) + "\n" for row in (table[n] for n in rows)))
-        for _, vectors in (encoded := vectors_of(file, recipe, content, instruction)):
+        for _, vectors in (encoded := vectors_of(file, recipe, content, instruction, "query")):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
             yield part, nearest(vectors, (shard for _, shard in documents), [known[n] for n in part], recipe.last_rank, device="cuda" if usable_gpus() else "cpu")
 
