@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['packed_sdpa', 'shared_heads', 'row_mask', 'is_causal', 'looks_back', 'refuse_unsupported', 'packed_varlen', 'varlen',
            'register_attention', 'attention_inputs', 'on_gpu', 'weight_dtype', 'wants_autocast', 'installed_flash',
-           'has_varlen', 'usable_attention', 'choose_attention']
+           'has_varlen', 'usable_attention', 'choose_attention', 'attention_of']
 
 # %% ../nbs/04a_attention.ipynb #e342b7ad
 import os
@@ -133,3 +133,7 @@ def choose_attention(attention: str = "auto", precision: str = "auto", hide_temp
     if attention == "auto": return usable[0]
     if attention in usable: return attention
     raise ValueError(f"attention={attention} cannot run here, where {', '.join(usable)} can: it needs a CUDA GPU, precision auto, bf16 or pure_bf16, hide_template=false, no attention_dropout, and for flash_attention_2, 3 and 4 their package (pip install anchor_nb[flash]); attention=auto runs everywhere")
+
+def attention_of(recipe) -> str: # what transformers is told
+    "The attention implementation of a training run; hidden keys and dropped weights need the one that takes masks."
+    return choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False) or getattr(recipe, "attention_dropout", 0) > 0)

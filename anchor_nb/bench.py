@@ -28,14 +28,14 @@ def stage1_module(way: str, recipe: Stage1): # -> (module, step)
     from anchor_nb.attention import on_gpu, weight_dtype
     from anchor_nb.peers import PaddedStep
     from anchor_nb.planning import plan_for
-    from anchor_nb.prompts import load_formatter
+    from anchor_nb.embedder import training_formatter
     from anchor_nb.reconstruction import Reconstruction
     from anchor_nb.steps import ReconstructionStep
     from anchor_nb.training import build_model, training_arguments
     folder, device = resolve_model(recipe.model), "cuda" if on_gpu() else "cpu"
     plan = plan_for(recipe, AutoConfig.from_pretrained(folder), device)
     plain = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(recipe.precision), attn_implementation="sdpa")
-    formatter = load_formatter(folder, recipe)
+    formatter = training_formatter(folder, recipe)
     module = build_model(recipe, None, plan.gradient_checkpointing, formatter) if way == OURS else Reconstruction(plain(), recipe.alpha)
     module.to(device).train()
     if training_arguments(recipe).bf16:

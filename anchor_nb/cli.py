@@ -241,7 +241,9 @@ def run_recipe(name: Annotated[str, typer.Argument(help="one of `anchor-nb recip
     from anchor_nb import sweeps
     with readable_errors():
         if name not in methods(): raise ValueError(f"no recipe {name!r}; there are {', '.join(methods())}")
-        found = sweeps.run_sweep(dict(preset=name, base=read_pairs(parameter), arms={name: {}}), out, dry_run=dry_run)
+        given = read_pairs(parameter)
+        if idle := [address for address in given if address.partition(".")[0] in {"stage1", "stage2"} - set(methods()[name]["stages"])]: raise ValueError(f"{idle[0]}: {name} has no {idle[0].partition('.')[0]}; it has {', '.join(methods()[name]['stages'])}")
+        found = sweeps.run_sweep(dict(preset=name, base=given, arms={name: {}}), out, dry_run=dry_run)
     if not dry_run: typer.echo(json.dumps(found))
     if found["failed"]: raise typer.Exit(1)
 

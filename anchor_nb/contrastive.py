@@ -165,6 +165,8 @@ class Embedding(nn.Module):
     def __init__(self, lm, pool: str = "eos"): # paper: [EOS]
         super().__init__()
         self.lm, self.pool, self.only_last = lm, pool, needs_last_only(pool)
+        head = lm.get_output_embeddings()
+        if head is not None and head.weight is not lm.get_input_embeddings().weight: head.weight.requires_grad_(False) # it has no part in this, and DDP would wait for its gradient
 
     def forward(self, packed: Packed) -> Tensor: # [texts, hidden]
         "One vector for each text of a packed batch."

@@ -61,7 +61,7 @@ class Index:
     def add(self, number, runs: np.ndarray):
         for run in self.rarest(runs): self.by_run[run].append(number)
 
-    def touched(self, runs: Iterable) -> list: # of numbers, in the order they were added in
+    def touched(self, runs: Iterable) -> list: # of numbers, each once: run by run, and those of one run in the order they were added in
         "Texts that have one of these among their rarest runs."
         return list(dict.fromkeys(number for run in runs for number in self.by_run.get(run, ())))
 
@@ -207,7 +207,7 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
     seen, report, first = {}, {}, 0
     for name, table in tables.items():
         seen[name], facts = [], Counter(rows=len(table))
-        facts["written"] = write_pairs(Path(out)/"pairs", name, kept_rows(table, first, repeated, watch, answers, remove, seen[name], facts), format)["rows"]
+        facts["written"] = write_pairs(Path(out)/"pairs", name, kept_rows(table, first, repeated, watch, answers, remove, seen[name], facts), format, required=False)["rows"]
         report[name], first = {key: facts[key] for key in ("rows", "equal", "near", "contaminated", "negatives_removed", "written")}, first + len(table)
     result = dict(datasets=report, tests=contamination(seen, tests))
     write_text(Path(out)/"report.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ceiling', 'choose_slowly', 'draw', 'Near', 'choose', 'pairs_of', 'nearest', 'Words', 'nearest_by_words', 'key_of',
            'Pool', 'pool_texts', 'vectors_of', 'instruction_of', 'near_by_model', 'near_by_words', 'Mined',
-           'mine_dataset', 'rounded', 'mined_rows', 'summary', 'check_pairs', 'mine']
+           'mine_dataset', 'rounded', 'mined_rows', 'summary', 'check_pairs', 'check_left', 'mine']
 
 # %% ../nbs/13_mining.ipynb #9ad0575b
 import hashlib, json
@@ -17,7 +17,7 @@ import torch
 from .files import write_text
 from .recipe import Mine
 from .data import content_hash, file_hash, find_sources, generator, load_pairs
-from .writing import as_columns, write_pairs
+from .writing import as_columns, ending, write_pairs
 from .corpora import training_instructions
 from .launch import usable_gpus
 from .encoding import Encoding, corpus_sources, encode_corpus, entries, model_files, open_encoded, survey
@@ -198,7 +198,7 @@ def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine) -> It
     for turn, (instruction, rows) in enumerate(groups.items()):
         file = pool.path.with_name(f"{name}-queries-{turn}.jsonl")
         write_text(file, "".join(json.dumps(dict(text=row["query"])) + "\n" for row in (table[n] for n in rows)))
-        for _, vectors in (encoded := vectors_of(file, recipe, content, instruction, "query")):
+        for _, vectors in vectors_of(file, recipe, content, instruction, "query"):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
             yield part, nearest(vectors, (shard for _, shard in documents), [known[n] for n in part], recipe.last_rank, device="cuda" if usable_gpus() else "cpu")
 
@@ -277,6 +277,12 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
                 except ValueError as error: raise ValueError(f"{sources[name]}, row {number}: {error}") from None
     return tables, {name: dict(sha256=content_hash(source), rows=len(tables[name])) for name, source in sources.items()}
 
+def check_left(name: str, found: dict, recipe: Mine):
+    "ValueError when incomplete=drop would leave no row of a dataset."
+    if recipe.incomplete == "drop" and (most := max((len(each.numbers) for each in found.values()), default=0)) < recipe.negatives:
+        path = Path(recipe.out)/"pairs"/f"{name}{ending(recipe.format)}"
+        raise ValueError(f"{path} would hold no row: none of the {len(found)} rows of {name} got more than {most} negatives, and incomplete=drop leaves out those with fewer than negatives={recipe.negatives}; lower negatives, loosen percentage or the margins, raise last_rank, add a corpus, or write JSONL with incomplete=keep")
+
 def mine(recipe: Mine) -> dict: # dataset -> its report
     "Mine every dataset: new pairs in `pairs`, the report in `report.json`."
     tables, _ = check_pairs(recipe)
@@ -284,6 +290,7 @@ def mine(recipe: Mine) -> dict: # dataset -> its report
     for name, table in tables.items():
         pool = Pool(out/"texts"/f"{name}-documents.jsonl")
         found, known = mine_dataset(name, table, pool, recipe)
+        check_left(name, found, recipe)
         written = write_pairs(out/"pairs", name, mined_rows(name, table, pool, found, known, recipe), recipe.format)
         report[name] = summary(list(found.values()), len(pool), recipe) | dict(written=written["rows"])
         pool.file.close()

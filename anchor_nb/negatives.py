@@ -6,18 +6,14 @@
 __all__ = ['to_queries', 'to_own', 'too_close', 'format_examples', 'Guide', 'debiased_nce']
 
 # %% ../nbs/08i_negatives.ipynb #02d9a54f
-import json, math
-from pathlib import Path
+import math
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from .prompts import LAYOUT_FILE, load_formatter
-from .corpora import resolve_model
 from .packing import cut_by_tokens
-from .attention import on_gpu
-from .backbone import load_backbone
-from .pooling import pack_texts
-from .contrastive import ContrastiveBatch, Embedding, View, all_ranks, contrastive_batch
+from .foreign import WHOLE_BEGINNING
+from .embedder import AnchorEmbedder, encode_packed, prompted
+from .contrastive import ContrastiveBatch, View, all_ranks, contrastive_batch
 
 # %% ../nbs/08i_negatives.ipynb #281faaf0
 def to_queries(embeddings: Tensor, batch: ContrastiveBatch) -> View:
@@ -61,26 +57,26 @@ def format_examples(formatter,      # of documents, and of queries unless those 
 # %% ../nbs/08i_negatives.ipynb #80d565cc
 class Guide:
     "A frozen embedder that is asked which candidates are too close."
-    def __init__(self, model: str,          # folder such as `<run>/model`, hub id or short name
+    def __init__(self, model: str,          # whatever `AnchorEmbedder.from_pretrained` loads
                  micro_tokens: int = 2048,  # tokens of one packed batch
                  device: str = ""):         # empty: the GPU if there is one
-        folder = resolve_model(model)
-        stored = json.loads(path.read_text(encoding="utf-8")) if (path := Path(folder)/LAYOUT_FILE).is_file() else {}
-        self.formatter, self.micro_tokens, self.device = load_formatter(folder), micro_tokens, torch.device(device or ("cuda" if on_gpu() else "cpu"))
-        lm = load_backbone(folder, precision="pure_bf16" if self.device.type == "cuda" else "fp32")
-        self.module = Embedding(lm, stored.get("pooling", "eos")).to(self.device).eval().requires_grad_(False)
+        self.embedder = AnchorEmbedder.from_pretrained(model, micro_tokens=micro_tokens, device=device)
+        self.embedder.lm.requires_grad_(False)
+        self.joins = self.embedder.formatter.layout.instruction_format != WHOLE_BEGINNING
 
     def texts(self, examples: list) -> list: # of `prompts.Tokens`
         "Queries, positives and negatives in the order of `contrastive_batch`."
-        triples = format_examples(self.formatter, examples)
+        own = lambda instruction, role: prompted(self.embedder.prompts, instruction if self.joins else "", role)
+        asked = [e._replace(instruction=own(e.instruction, "query"), document_instruction=own(e.document_instruction, "document")) for e in examples]
+        triples = format_examples(self.embedder.formatter, asked)
         return [q for q, _, _ in triples] + [p for _, p, _ in triples] + [t for *_, found in triples for t in found]
 
     @torch.no_grad
     def states(self, texts: list) -> Tensor: # [texts, hidden]
         "Embed texts piece by piece."
-        cut = cut_by_tokens([len(text.ids) for text in texts], self.micro_tokens)
-        states = torch.cat([self.module(pack_texts([texts[n] for n in piece]).to(self.device)) for piece in cut])
-        return states[torch.tensor(sum(cut, []), device=self.device).argsort()]
+        cut = cut_by_tokens([len(text.ids) for text in texts], self.embedder.micro_tokens)
+        states = torch.cat([encode_packed(self.embedder, [texts[n] for n in piece]) for piece in cut])
+        return states[torch.tensor(sum(cut, []), device=states.device).argsort()]
 
 # %% ../nbs/08i_negatives.ipynb #83de2bcc
 def debiased_nce(scores: Tensor,      # [n, m] cosines over temperature

@@ -260,8 +260,8 @@ def matrix_rate(device="cpu", dtype="float32",  # a torch type or its name
 # %% ../nbs/08b_planning.ipynb #c308da64
 def setup_for(recipe, processes: int = 1) -> Setup: # `Stage1` or `Stage2`
     "The setup that a recipe means on this machine."
-    from anchor_nb.attention import choose_attention, on_gpu, wants_autocast
-    attention = choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False))
+    from anchor_nb.attention import attention_of, on_gpu, wants_autocast
+    attention = attention_of(recipe)
     precision = "pure_bf16" if recipe.precision == "pure_bf16" else "bf16" if wants_autocast(recipe.precision) else "fp32"
     return Setup(type(recipe).__name__.lower(), precision, getattr(recipe, "optimizer", "adamw"), getattr(recipe, "lora_rank", 0), attention, processes, 2048 if on_gpu() else 1024, getattr(recipe, "sharding", "ddp"))
 

@@ -6,7 +6,7 @@
 __all__ = ['POOLING_TOKEN', 'ECHO', 'LAYOUT_FILE', 'chat_parts', 'Layout', 'resolve_layout', 'find_bos', 'check_eos',
            'pooling_tokens', 'add_pooling_tokens', 'fit_layout', 'around', 'install_layout', 'Tokens', 'Formatter',
            'format_texts', 'place_content', 'say_twice', 'save_layout', 'load_layout', 'load_formatter',
-           'paper_instructions', 'load_instructions']
+           'recipe_layout', 'paper_instructions', 'load_instructions']
 
 # %% ../nbs/01_prompts.ipynb #2f6be8ef
 import json
@@ -91,9 +91,11 @@ ECHO = {"rewrite": {"query": ("Rewrite the sentence: ", ", rewritten sentence: "
 
 def fit_layout(layout: Layout, pooling: str = "eos", # what will be pooled
                tokens: int = 0,                      # pooling tokens; 0: as many as there are
+               echo: str = "",                       # the words around a text said twice, of `ECHO`; empty: those of the layout, else rewrite
               ) -> Layout:
-    "The layout that a pooling needs; ValueError when tokens of another number are there, or would be cut off."
-    layout = replace(layout, echo=(layout.echo or "rewrite") if pooling.startswith("echo") else "")
+    "The layout that a pooling needs; ValueError for unknown words, and when tokens of another number are there, or would be cut off."
+    if echo and echo not in ECHO: raise ValueError(f"echo={echo!r}; choose one of {', '.join(ECHO)}")
+    layout = replace(layout, echo=(echo or layout.echo or "rewrite") if pooling.startswith("echo") else "")
     if layout.truncation == "cut_eos" and (tokens or layout.pooling_tokens): raise ValueError("truncation=cut_eos would cut the pooling tokens off; use keep_eos")
     if tokens in (0, layout.pooling_tokens): return layout
     if layout.pooling_tokens: raise ValueError(f"the checkpoint has {layout.pooling_tokens} pooling tokens, the recipe wants {tokens}; set pooling_tokens={layout.pooling_tokens}")
@@ -214,10 +216,15 @@ def load_formatter(folder: str,      # model folder or hub id
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     stored = load_layout(folder)
     if recipe is None: return Formatter(tokenizer, stored or resolve_layout(tokenizer))
+    return Formatter(tokenizer, recipe_layout(tokenizer, stored, recipe))
+
+def recipe_layout(tokenizer, stored: Layout | None, # what the checkpoint says
+                  recipe) -> Layout:
+    "The layout of a training run."
     wanted = dict(instruction_format=recipe.instruction_format, max_length=recipe.max_length, truncation=recipe.truncation)
     fits = stored and recipe.template in ("auto", stored.template) and recipe.eos in ("", stored.eos)
     layout = replace(stored, **wanted) if fits else resolve_layout(tokenizer, recipe.template, recipe.eos, stored and stored.bos, **wanted)
-    return Formatter(tokenizer, fit_layout(layout, recipe.pooling, recipe.pooling_tokens or (stored.pooling_tokens if stored else 0)))
+    return fit_layout(layout, recipe.pooling, recipe.pooling_tokens or (stored.pooling_tokens if stored else 0), recipe.echo)
 
 # %% ../nbs/01_prompts.ipynb #3b1fd7f8
 def paper_instructions() -> dict: # dataset -> list of instructions

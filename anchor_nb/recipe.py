@@ -9,6 +9,7 @@ __all__ = ['TRACKERS', 'POOLINGS', 'OBJECTIVES', 'ATTENTIONS', 'RECIPES', 'paper
 
 # %% ../nbs/00_recipe.ipynb #56ac48ab
 import json
+import math
 from dataclasses import dataclass, field, fields, asdict, MISSING
 from functools import cache
 from importlib.resources import files
@@ -92,6 +93,7 @@ class Training(Recipe):
     eos: str = setting("", "the [EOS] token; empty: what closes the template, else the tokenizer's", "authors: <|eot_id|> for Llama 3, <|endoftext|> for Qwen2.5")
     bidirectional: bool = setting(False, "every token sees the whole text, not only what came before it", "paper: causal; LLM2Vec and GritLM: true")
     pooling: str = setting("eos", "what stands for a text: eos, last, mean, weighted_mean, first, content_mean (no template, no instruction), content_weighted_mean, rest_mean (all behind the instruction), rest_weighted_mean, echo_last, echo_mean, tokens", "paper: the state at [EOS]", POOLINGS)
+    echo: str = setting("rewrite", "the words around a text that poolings echo_last and echo_mean say twice: rewrite or retrieval", "Springer et al. 2024: rewrite in the paper, retrieval in the released models", ("rewrite", "retrieval"))
     pooling_tokens: int = setting(0, "tokens added before [EOS], whose mean state pooling tokens takes", "LLaMA2Vec's code: 8 a prompt")
     max_length: int = setting(512, "tokens of one text, template and [EOS] included", "paper: maximum length 512")
     truncation: str = setting("keep_eos", "keep_eos cuts the content, cut_eos cuts the end of the sequence", "ours; the authors' code cuts [EOS] off long texts", ("keep_eos", "cut_eos"))
@@ -125,6 +127,7 @@ class Training(Recipe):
             (not value(name) >= 0, f"{name} must not be negative, it is {value(name)}") for name in counts] + [
             (self.sharding != "ddp" and self.optimizer != "adamw", "optimizer=adamw_8bit works on whole weights only; use sharding=ddp or optimizer=adamw"),
             ((self.pooling == "tokens") != (self.pooling_tokens > 0), f"pooling={self.pooling} and pooling_tokens={self.pooling_tokens}; pooling=tokens needs pooling_tokens over 0, and nothing else does"),
+            (self.pooling == "first" and not self.bidirectional, "pooling=first needs bidirectional=true; a causal model's first state knows nothing of the text"),
             (self.lora_rank < 0 or not 0 <= self.lora_dropout < 1, f"lora_rank must be at least 0 and lora_dropout in [0, 1), they are {self.lora_rank} and {self.lora_dropout}"),
             (self.workers < -1, f"workers must be at least -1, it is {self.workers}"),
             (0 < self.schedule_steps < self.steps, f"schedule_steps={self.schedule_steps} ends before steps={self.steps}; give 0 or at least steps"),
@@ -177,7 +180,7 @@ class Stage2(Training):
     temperature: float = setting(0.05, "cosine similarities are divided by this", "paper: temperature 0.05; the authors' code runs 0.02")
     negatives: int = setting(1, "hard negatives taken of each example", "authors' data: exactly one")
     mask_false_negatives: bool = setting(True, "same text as the positive, or same query, is no negative", "ours; the authors' code masks none")
-    both_directions: bool = setting(False, "documents must find their queries too: the mean of both directions", "paper: one direction; CLIP and GTE: both")
+    both_directions: bool = setting(False, "documents must find their queries too: the mean of both directions; not for datasets in without_in_batch", "paper: one direction; CLIP and GTE: both")
     without_in_batch: list = setting([], "datasets whose queries are compared with their own documents alone, such as classification", "paper: none; FlagEmbedding goes by a folder's name")
     margin: str = setting("none", "candidates that score within margin_size of the positive, or above it, are no negatives: none, absolute, or relative to the positive's score", "ours: none; GISTEmbed, NV-Retriever, Qwen3-Embedding", ("none", "absolute", "relative"))
     margin_size: float = setting(0.0, "how far below the positive's cosine the limit lies; below 0: above it", "GISTEmbed: 0 by a guide; NV-Retriever: 0.05 relative; Qwen3-Embedding: -0.1 absolute")
@@ -205,7 +208,11 @@ class Stage2(Training):
             (not (self.sigreg >= 0 and self.distillation_weight >= 0 and self.contrastive_weight >= 0), "sigreg, distillation_weight and contrastive_weight must not be negative"),
             (not self.teacher_temperature > 0, f"teacher_temperature must be over 0, it is {self.teacher_temperature}"),
             (not self.sigreg_directions > 0, f"sigreg_directions must be over 0, it is {self.sigreg_directions}"),
-            (not all(isinstance(size, int) and size > 0 for size in self.matryoshka_dims), f"matryoshka_dims must be whole numbers over 0, they are {self.matryoshka_dims}"),
+            (not all(isinstance(size, int) and size > 0 for size in self.matryoshka_dims) or len(set(self.matryoshka_dims)) < len(self.matryoshka_dims), f"matryoshka_dims must be different whole numbers over 0, they are {self.matryoshka_dims}"),
+            (not all(isinstance(weight, (int, float)) and weight > 0 for weight in self.matryoshka_weights), f"matryoshka_weights must be numbers over 0, they are {self.matryoshka_weights}"),
+            (not math.isfinite(self.margin_size), f"margin_size must be a number, it is {self.margin_size}"),
+            (self.margin_size != 0 and self.margin == "none", f"margin_size={self.margin_size} and margin is none; give margin=absolute or relative"),
+            (bool(self.without_in_batch) and self.negatives == 0, "without_in_batch leaves hard negatives alone, and negatives is 0; set negatives"),
             (self.matryoshka_weights != [] and len(self.matryoshka_weights) != len(self.matryoshka_dims), f"matryoshka_weights needs one number for each of matryoshka_dims={self.matryoshka_dims}"),
             (self.contrastive_weight == 0 and self.distillation == "none", "contrastive_weight=0 leaves nothing to learn; set distillation"),
             (self.distillation != "none" and self.negatives == 0, "distillation compares a positive with hard negatives; set negatives"),
@@ -266,7 +273,7 @@ class Mine(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Recipe):
     "Score models and their snapshots on benchmarks and tasks of mteb, into the ledger."
-    models: dict = setting({}, "label: run folder, model folder, hub id or short name; a list of them for several seeds; or a dictionary with model, library, pooling, template", "figure 3: untrained, stage I, stage II, both")
+    models: dict = setting({}, "label: run folder, model folder, hub id or short name; a list of them for several seeds; or a dictionary with model, library, pooling, template, kind, adapter, bidirectional", "figure 3: untrained, stage I, stage II, both")
     benchmark: str = setting("", "a benchmark by name, such as local, paper15, paper56 or beir14; `anchor-nb benchmarks` lists them", "paper: MTEB, 56 tasks, and a subset of 15")
     tasks: list = setting([], "tasks by name, and folders of evaluation sets")
     out: str = setting("", "folder of the ledger, the values of the single queries and mteb's results", how=True)

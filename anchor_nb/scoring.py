@@ -11,7 +11,7 @@ import gc, hashlib, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import data_id
-from .evaluation import Candidate, load, revision, slug
+from .evaluation import Candidate, extras, load, revision, slug
 from .measurement import Evaluation, evaluate_task, load_evaluation, save_evaluation
 from .runs import append_rows, new_manifest, now, peak_memory
 
@@ -23,7 +23,7 @@ def ledger_rows(found: Evaluation,
                 **common,        # what all rows of this run share: seed, max_length, benchmark, evaluation
                ) -> list:        # of dictionaries, the main metric first
     "One row a metric, in the ledger's format."
-    how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling, template=candidate.template, **common)
+    how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling, template=candidate.template, **extras(candidate), **common)
     if candidate.library == "bm25": how |= dict(max_length=0, instructions="none") # it reads whole texts, and no instructions
     about = dict(label=candidate.label, step=candidate.step, task=found.task, type=found.type)
     where = dict(queries=found.queries, documents=found.documents, data=found.data, model=model, manifest=candidate.manifest,

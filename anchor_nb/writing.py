@@ -61,11 +61,11 @@ def numbered(rows: Iterable, write, path: Path) -> Iterator: # of rows as they a
             yield each
 
 # %% ../nbs/02b_writing.ipynb #76963c3c
-def write_table(path: Path, rows: Iterator, each: int = 10_000) -> int: # rows that were written
+def write_table(path: Path, rows: Iterator, each: int = 10_000) -> int: # at least one row; rows that were written
     "A parquet file of rows, so many in memory at a time."
     import pyarrow
     from pyarrow import parquet
-    if (first := next(rows, None)) is None: raise ValueError(f"{path}: there is no row to write")
+    first = next(rows)
     schema, total = pyarrow.Table.from_pylist([first]).schema, 0
     rows = chain([first], rows)
     with parquet.ParquetWriter(path, schema) as file:
@@ -88,13 +88,18 @@ def write_pairs(folder,               # made if need be
                 name: str,            # of the dataset, and so of the file
                 rows: Iterable,       # in the common form, with scores or without
                 format: str = "anchor_nb", # a key of `FORMATS`
+                required: bool = True, # a dataset without rows is an error; else it has no file
                ) -> dict:             # path, rows
-    "Write a dataset; the file appears when all of it is there. ValueError names the row and the fix."
+    "Write a dataset; the file appears when all of it is there. ValueError names the row and the fix, or the file that would have none."
     path = Path(folder)/f"{name}{ending(format)}"
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft, rows = path.with_name(f".{path.name}.{os.getpid()}.tmp"), numbered(rows, FORMATS[format], path)
+    if (first := next(rows, None)) is None:
+        if required: raise ValueError(f"{path} would hold no row, and nothing can be trained on it; loosen what leaves rows out, or take {name} out of the data")
+        path.unlink(missing_ok=True) # of an earlier call
+        return dict(path="", rows=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        total = (write_table if format == "columns" else write_lines)(draft, numbered(rows, FORMATS[format], path))
+        total = (write_table if format == "columns" else write_lines)(draft, chain([first], rows))
         draft.replace(path)
     finally: draft.unlink(missing_ok=True) # of one that could not be finished
     return dict(path=str(path), rows=total)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from anchor_nb import analysis, embedder, runs, tables
 from anchor_nb.cli import app
 from anchor_nb.corpora import resolve_model
+from anchor_nb.data import parse_row
 from anchor_nb.recipe import Analyse
 
 
@@ -77,6 +78,32 @@ def test_rows_are_in_the_ledgers_format_and_stay_out_of_tables(done):
     table = runs.frame(out/"ledger.jsonl")
     assert {"cka", "uniformity", "separation"} <= set(table["metric"]) and not table["main"].any()
     assert tables.comparable(runs.read_rows(out/"ledger.jsonl")) == []
+
+
+def test_rows_say_the_instruction_of_the_numbers_it_changed(tmp_path):
+    "Embeddings of pairs are made with it, states of layers and single texts without."
+    said = lambda out, **changes: (analysis.analyse(asked(tmp_path/out, instruction="Find the word", **changes), say=lambda text: None), runs.read_rows(tmp_path/out/"ledger.jsonl"))[1]
+    rows = said("pairs")
+    assert {row["metric"]: row["instructions"] for row in rows if row["metric"] in ("cka", "uniformity")} == dict(cka="none", uniformity="Find the word")
+    assert {row["instructions"] for row in said("texts", text_fields=["positive"])} == {"none"}
+
+
+@pytest.mark.parametrize("lines, changes, message", [
+    (['{"text": "a"}', '["b", "c"]'], {}, "texts.jsonl, line 2: the row is list, not an object; write"), (["3"], {}, "texts.jsonl, line 1: the row is int, not an object"),
+    (['{"query": "a", "positive": "b"}'], dict(texts=1), r"texts.jsonl, line 1 has 2 texts \(query and positive\); raise texts, or name one field with text_fields"),
+    (['{"query": "a", "positive": "b", "neg": [" "]}'], {}, r"texts.jsonl, line 1, field 'neg\[0\]' is empty"),
+])
+def test_rows_that_cannot_be_drawn_are_named_with_file_line_and_fix(tmp_path, lines, changes, message):
+    (tmp_path/"texts.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message): analysis.draw(asked(tmp_path/"out", data=str(tmp_path/"texts.jsonl"), **changes))
+
+
+def test_negatives_are_those_that_training_reads(tmp_path):
+    rows = [dict(query="q", positive="p", negative_10="ten", negative_2="two", negative_scores=[1, 2, 3], label=1), dict(query="r", positive="s", negatives=[["", "first"], "second"])]
+    for row in rows:
+        (tmp_path/"texts.jsonl").write_text(json.dumps(row))
+        found = analysis.draw(asked(tmp_path/"out", data=str(tmp_path/"texts.jsonl")))
+        assert found.negatives == parse_row({name: value for name, value in row.items() if name not in ("label", "negative_scores")})["negatives"][:1]
 
 
 def test_a_model_against_itself_is_the_same_everywhere(tmp_path):

@@ -80,6 +80,7 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["sweep", "nope.yml"], "there is no file nope.yml; give a YAML file, or one of ablation"),
     (["recipe", "e6"], "no recipe 'e6'; there are anchor"),
     (["recipe", "e5", "-p", "steps=5"], "write stage.parameter, such as stage1.alpha"),
+    (["recipe", "e5", "-p", "stage1.steps=5"], "stage1.steps: e5 has no stage1; it has stage2"),
     (["analyse", "tiny"], "one model alone cannot be compared"),
     (["analyse", "tiny", "tiny"], "data is empty; name a folder or file of rows"),
     (["filter", "nowhere", "--out", "kept", "--min-margin", "0.5", "--max-margin", "0.1"], "0.5"),

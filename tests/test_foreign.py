@@ -4,6 +4,7 @@ import logging
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from anchor_nb.backbone import check_attention, load_backbone
 from anchor_nb.corpora import resolve_model
-from anchor_nb.embedder import AnchorEmbedder
+from anchor_nb.embedder import AnchorEmbedder, training_formatter
+from anchor_nb.evaluation import Candidate, candidates, revision
 from anchor_nb.foreign import read_facts
-from anchor_nb.prompts import Formatter, resolve_layout
+from anchor_nb.prompts import Formatter, load_formatter, resolve_layout, save_layout
+from anchor_nb.recipe import Stage2
 
 TEXTS = ["a cat sleeps", "the river floods in spring " * 40 + "again", "x", "naïve — 文字, twice"]
 TINY = resolve_model("tiny")
@@ -274,6 +277,86 @@ def test_gritlm_is_known_by_its_code_which_is_not_run(tmp_path):
     config = Path(folder)/"config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"})))
     assert AnchorEmbedder.from_pretrained(folder).formatter.layout.document_format.startswith("<|embed|>")
+
+
+# ---- as a guide, in training and in an evaluation ----
+
+def rows():
+    from anchor_nb.data import Example
+    return [Example("a cat sleeps", "cats sleep all day", ["rivers flood"], "Find animals", ""), Example("the river floods", "in spring", [], "Find rivers", "")]
+
+
+@pytest.mark.parametrize("kind", ["sentence-transformers", "encoder", "snapshot", "run"])
+def test_a_guide_judges_as_the_embedder_that_it_is(tmp_path, kind):
+    "With the pooling, prompts, adapter and layout that belong to it, whoever saved it."
+    from anchor_nb.negatives import Guide
+    if kind == "sentence-transformers": source = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True), bidirectional=True, prompts={"query": "question:\n", "document": "text:\n"})
+    if kind == "encoder": source = "minilm"
+    if kind == "snapshot": # an adapter with our layout
+        source = adapter(tmp_path/"a", TINY)
+        AnchorEmbedder.from_pretrained("tiny").formatter.tokenizer.save_pretrained(source)
+        save_layout(source, resolve_layout(AutoTokenizer.from_pretrained(TINY), "plain"), pooling="mean", base=TINY)
+    if kind == "run":
+        AnchorEmbedder.from_pretrained("tiny", pooling="weighted_mean").save_pretrained(tmp_path/"run/model")
+        source = str(write(tmp_path/"run", run=dict(status="complete")))
+    guide, expected = Guide(source, micro_tokens=30), AnchorEmbedder.from_pretrained(source)
+    instructions = ["Find animals", "Find rivers"] if kind in ("snapshot", "run") else ""
+    found = F.normalize(guide.states(guide.texts(rows())), dim=-1)
+    same(found[:2], expected.encode([row.query for row in rows()], instructions, role="query"), 1e-5)
+    same(found[2:], expected.encode_document(["cats sleep all day", "in spring", "rivers flood"]), 1e-5)
+    assert not found.requires_grad
+
+
+def test_training_goes_on_in_the_layout_of_the_makers(tmp_path):
+    "What the recipe leaves at its default is the checkpoint's."
+    st = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True))
+    ours = training_formatter(st, Stage2(pooling="mean", max_length=64))
+    plain = AutoTokenizer.from_pretrained(st)
+    for text in TEXTS: assert ours([text])[0].ids == plain(text, truncation=True, max_length=64)["input_ids"]
+    assert ours.layout.head == "" and ours.layout.instruction_format == "{instruction}; {text}" # its own would glue the two together
+    grit = write(gritlm_folder(tmp_path/"grit"), config=json.loads((tmp_path/"grit/config.json").read_text()) | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"}))
+    recipe = Stage2(pooling="rest_mean", bidirectional=True, max_length=64)
+    for instruction in ("", "find animals"): assert training_formatter(grit, recipe)(TEXTS[:1], instruction) == AnchorEmbedder.from_pretrained(grit).formatter(TEXTS[:1], instruction)
+    said = training_formatter(grit, replace(recipe, instruction_format="Find: {instruction} {text}"))
+    assert said.tokenizer.decode(said(["x"], "animals")[0].ids).endswith("Find: animals x")
+    with pytest.raises(ValueError, match=r"no \[EOS\] behind its texts, which pooling=eos needs; its makers take pooling=rest_mean"): training_formatter(grit, Stage2(bidirectional=True))
+    assert training_formatter(grit, Stage2(template="plain")).layout == load_formatter(grit, Stage2(template="plain")).layout
+    assert training_formatter(TINY, Stage2()).layout == load_formatter(TINY, Stage2()).layout
+    AutoModel.from_pretrained(TINY).save_pretrained(tmp_path/"authors"); AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path/"authors")
+    authors = write(tmp_path/"authors", llm2vec_config=dict(pooling_mode="eos_token", skip_instruction=True))
+    assert training_formatter(authors, Stage2()).layout == AnchorEmbedder.from_pretrained(authors, bidirectional=False).formatter.layout
+
+
+def sides(candidate, name="Facts", kind="Retrieval"):
+    "A candidate's vectors as mteb asks for them: queries, documents, and texts without a side."
+    from mteb.abstasks.task_metadata import TaskMetadata
+    from mteb.types import PromptType
+    from anchor_nb.evaluation import load
+    task = TaskMetadata(name=name, type=kind, description="", dataset=dict(path="local", revision="1"), category="t2t", modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="ndcg_at_10")
+    encoder = load(candidate, "1", max_length=64, instructions={name: "find animals"})
+    return [encoder.encode([{"text": TEXTS}], task_metadata=task, prompt_type=side) for side in (PromptType.query, PromptType.document, None)]
+
+
+def test_an_evaluation_uses_the_prompts_that_a_checkpoint_brings(tmp_path):
+    "By side, by task and by type of task, as where sentence-transformers loads the same folder."
+    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True), prompts={"query": "question:\n", "document": "text:\n", "STS": "compare:\n", "Named": "named:\n"})
+    for task in (("Facts", "Retrieval"), ("Named", "Retrieval"), ("Alike", "STS")):
+        ours, theirs = [sides(Candidate("x", folder, library=library), *task) for library in ("anchor_nb", "sentence-transformers")]
+        for one, other in zip(ours, theirs): same(one, other, 1e-5)
+    queries, documents, _ = sides(Candidate("x", folder))
+    assert abs(queries - documents).max() > 1e-3
+
+
+def test_how_a_checkpoint_is_loaded_can_be_said_to_an_evaluation(tmp_path):
+    "What the files do not tell: its kind, which way it looks, a further adapter."
+    grit, (first, second) = gritlm_folder(tmp_path/"grit"), llm2vec_folders(tmp_path)
+    for model, how in ((grit, dict(kind="gritlm-re")), (TINY, dict(bidirectional=True, pooling="mean")), (first, dict(adapter=second))):
+        candidate, = candidates({"x": {"model": model, **how}})
+        queries, documents, _ = sides(candidate)
+        expected = AnchorEmbedder.from_pretrained(model, max_length=64, **how)
+        same(queries, expected.encode_query(TEXTS, "find animals"), 1e-6)
+        same(documents, expected.encode_document(TEXTS), 1e-6)
+        assert revision(candidate) != revision(candidates({"x": {"model": model, "library": "anchor_nb", **{name: value for name, value in how.items() if name == "pooling"}}})[0])
 
 
 # ---- what cannot be ----

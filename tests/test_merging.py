@@ -146,6 +146,48 @@ def test_what_does_not_belong_together_is_refused(pair, tmp_path):
     with pytest.raises(ValueError, match="not made by a merge"): merged(pair, tmp_path/"mine", "a", "b")
 
 
+def test_embedders_that_make_vectors_in_different_ways_are_refused(pair, tmp_path):
+    facts = dict(layout=dict(head="", tail="</s>", eos="</s>"), pooling="eos", stage="stage2", base="tiny", data=dict(toy={}), recipe=dict(seed=1))
+    def saying(name, source="b", **changes):
+        shutil.copytree(pair/source, tmp_path/name)
+        (tmp_path/name/"anchor_nb.json").write_text(json.dumps(facts | changes))
+        (tmp_path/name/"facts.json").write_text("{}")
+        return str(tmp_path/name)
+    first = saying("first", "a")
+    for name, changes, message in [("mean", dict(pooling="mean"), "anchor_nb.json: pooling is 'eos' in .*first and 'mean' in .*mean; merge embedders"), ("both", dict(bidirectional=True), "bidirectional is False in .* and True"),
+                                   ("plain", dict(layout=facts["layout"] | dict(instruction_format="{instruction} {text}")), "layout.instruction_format is '{instruction}; {text}' in"),
+                                   ("long", dict(normalize=False), "normalize is True in"), ("asked", dict(prompts=dict(query="q: ")), "prompts is {} in")]:
+        with pytest.raises(ValueError, match=message): merge_models([first, saying(name, **changes)], str(tmp_path/"out"))
+    (tmp_path/"theirs").mkdir()
+    shutil.copytree(pair/"b", tmp_path/"theirs", dirs_exist_ok=True)
+    (tmp_path/"theirs/modules.json").write_text("[]")
+    with pytest.raises(ValueError, match="of kind anchor_nb and .* of kind sentence-transformers"): merge_models([first, str(tmp_path/"theirs")], str(tmp_path/"out"))
+    same = saying("same", layout=facts["layout"] | dict(template="chat", max_length=64), bidirectional=False, prompts={}, recipe=dict(seed=2)) # what is said and what is meant by silence
+    for models in ([first, same], [str(pair/"b"), first]): # the base of an embedder says nothing and goes with it
+        merge_models(models, str(tmp_path/"out"))
+        assert json.loads((tmp_path/"out/anchor_nb.json").read_text()) == dict(layout=facts["layout"], pooling="eos") and not (tmp_path/"out/facts.json").exists()
+    merge_models([same, first], str(tmp_path/"out"))
+    assert json.loads((tmp_path/"out/anchor_nb.json").read_text()).keys() == {"layout", "pooling", "bidirectional", "prompts"}
+
+
+@pytest.mark.parametrize("given, message", [
+    (dict(weights=[0.5, -0.5, 1], method="slerp"), r"weights=\[0.5, -0.5, 1\]: slerp needs weights of 0 or more; take method=linear"),
+    (dict(weights=[0.5, -0.5, 1], policy={"*norm*": "slerp"}), "slerp needs weights of 0 or more"),
+    (dict(method="slerp", policy={"*norm*": [0.5, -0.5, 1]}), r"policy '\*norm\*': .* slerp needs weights"),
+    (dict(policy={"*norm*": ["a", 1, 0]}), r"policy '\*norm\*' holds 'a', which is no finite number; write numbers"),
+    (dict(weights=[float("inf"), 0, 0]), "weights holds inf"), (dict(policy={"*norms*": "first"}), r"policy '\*norms\*' fits none of the .* tensors.*leave it out"),
+])
+def test_weights_and_policies_that_do_nothing_or_harm_are_refused(pair, tmp_path, given, message):
+    with pytest.raises(ValueError, match=message): merged(pair, tmp_path/"out", "a", "b", "a", **given)
+    assert not (tmp_path/"out").exists()
+
+
+def test_a_model_is_subtracted(pair, tmp_path):
+    merged(pair, tmp_path/"out", "a", "b", "a", weights=[0.5, -0.5, 1], policy={"*norm*": "first"})
+    a, b = (load_file(pair/name/"model.safetensors") for name in "ab")
+    for name, value in load_file(tmp_path/"out/model.safetensors").items(): torch.testing.assert_close(value, a[name] if "norm" in name else 1.5*a[name] - 0.5*b[name])
+
+
 def test_a_folder_of_sentence_transformers_stays_one(pair, tmp_path):
     for name in "ab":
         shutil.copytree(pair/name, tmp_path/name)

@@ -153,7 +153,7 @@ def test_a_corpus_adds_candidates_and_existing_negatives_stay(tmp_path):
 def test_rows_of_two_instructions_keep_their_order(tmp_path, monkeypatch):
     # vectors by text and instruction: the query of row n points at document n + 1 when its instruction is said
     seen = []
-    def vectors_of(texts, recipe, content, instruction=""):
+    def vectors_of(texts, recipe, content, instruction="", role="document"):
         lines = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
         seen.append((texts.name, instruction, len(lines)))
         eye = np.eye(6, dtype=np.float32)
@@ -186,6 +186,16 @@ def test_the_stage_leaves_a_finished_run(tmp_path):
     manifest = json.loads((tmp_path/"out/run.json").read_text())
     assert (manifest["status"], manifest["written"]) == ("complete", {"toy": 268})
     assert len(list(parsed(str(tmp_path/"out/pairs/toy.jsonl")))) == 268
+
+
+@pytest.mark.parametrize("format, file", [("columns", "t.parquet"), ("anchor_nb", "t.jsonl"), ("gritlm", "t.jsonl")])
+def test_a_dataset_with_nothing_left_is_an_error_and_no_file(tmp_path, format, file):
+    data = write(tmp_path/"t.jsonl", *[dict(query=f"question {n}", positive=f"answer {n}") for n in range(2)])
+    with pytest.raises(ValueError, match=f"{tmp_path}/out/pairs/{file} would hold no row: none of the 2 rows of t got more than 0 negatives, .*negatives=3; lower negatives.*incomplete=keep"):
+        mine(rules(data=data, out=str(tmp_path/"out"), model="bm25", percentage=0, negatives=3, incomplete="drop", format=format))
+    assert not list((tmp_path/"out").rglob("pairs/*"))
+    with pytest.raises(ValueError, match=f"{tmp_path}/{file} would hold no row.*loosen"): write_pairs(tmp_path, "t", [], format)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "t.jsonl"]
 
 
 @pytest.mark.parametrize("lines, given, message", [

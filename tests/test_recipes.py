@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from anchor_nb.corpora import build_corpus
+from anchor_nb.corpora import build_corpus, resolve_model
 from anchor_nb.embedder import AnchorEmbedder
 from anchor_nb.launch import launch
 from anchor_nb.pipeline import full_preset
@@ -61,6 +61,26 @@ def test_a_bidirectional_model_does_not_become_causal_by_silence(tmp_path):
         train(settings("e5", "stage2", tmp_path/"next", model=str(tmp_path/"stage1"/"model")))
 
 
-def test_datasets_without_in_batch_negatives_must_exist(tmp_path):
-    with pytest.raises(ValueError, match="without_in_batch names unknown datasets toys; there are toy"):
-        train(settings("e5", "stage2", tmp_path/"run", without_in_batch=["toys"]))
+@pytest.mark.parametrize("changes, message", [
+    (dict(without_in_batch=["toys"]), "without_in_batch names unknown datasets toys; there are toy"),
+    (dict(distillation="kl"), "needs a teacher's scores, and toy has none"),
+    (dict(few_shot=2, instructions="paper"), "few_shot needs queries with instructions"),
+    (dict(matryoshka_dims=[4096]), "4096 is not between 0 and"),
+])
+def test_a_setting_that_these_rows_leave_without_effect_is_refused(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message): train(settings("e5", "stage2", tmp_path/"run", **changes))
+    assert not (tmp_path/"run").exists()
+
+
+def test_all_parameters_train_on_two_processes_though_the_head_has_no_part(tmp_path):
+    "A head of its own gets no gradient from stage II, and DDP waits for every gradient."
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    tiny, model = resolve_model("tiny"), str(tmp_path/"untied")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, tie_word_embeddings=False)).save_pretrained(model)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(model)
+    losses = {}
+    for processes in (1, 2):
+        recipe = settings("gritlm-re", "stage2", tmp_path/str(processes), model=model, processes=processes)
+        launch(train, recipe, processes=processes, run_dir=recipe.out)
+        losses[processes] = [row["loss"] for row in rows(recipe.out)]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-9)
