@@ -3,6 +3,7 @@
 Trains the demo's stage I, both stages and stage II alone with two seeds, and compares them. Runs that are there are gone on with.
 """
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -39,4 +40,5 @@ measured = analysis.measured(models, sample, settings)
 write_json(results/"geometry.json", dict(a="baseline", b="anchor", checkpoints=measured, isotropic=analysis.by_random_points(measured, sample, settings)))
 last = {each.label: each for each in models if each.training_seed in (None, SEEDS[0])}
 write_json(results/"map.json", analysis.map_of(list(last), [analysis.embeddings(each, sample, settings) for each in last.values()], sample))
-write_json(results/"manifests.json", {f"{label}, seed {seed}": read_json(Path(at[label])/"run.json") for seed, at in places.items() for label in ("stage1", "anchor", "baseline")})
+manifests = {f"{label}, seed {seed}": read_json(Path(at[label])/"run.json") for seed, at in places.items() for label in ("stage1", "anchor", "baseline")}
+write_json(results/"manifests.json", json.loads(json.dumps(manifests).replace(str(Path.home()), "~")))
