@@ -60,7 +60,7 @@ def content(out) -> dict:
 
 class Fake:
     "An embedder that costs nothing: the vector of a text is made of its length."
-    def encode(self, texts, instruction=""):
+    def encode(self, texts, instruction="", role="document"):
         found = np.array([[len(text), 1, -2, 3] for text in texts], np.float32)
         return found/np.linalg.norm(found, axis=1, keepdims=True)
 
@@ -148,7 +148,7 @@ def test_a_full_disk_leaves_whole_shards(tmp_path, fake, monkeypatch):
 
 
 def test_a_vector_that_is_no_number_is_named(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(Fake, "encode", lambda self, texts, instruction="": np.array([[1.0], [np.nan]]*(len(texts)//2)))
+    monkeypatch.setattr(Fake, "encode", lambda self, texts, **_: np.array([[1.0], [np.nan]]*(len(texts)//2)))
     (tmp_path/"corpus.jsonl").write_text('{"_id": "a", "text": "x"}\n{"_id": "b", "text": "y"}\n')
     with pytest.raises(ValueError, match="the vector of 'b' is not finite"): encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
     assert not list((tmp_path/"out").glob("shard*"))
