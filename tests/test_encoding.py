@@ -148,7 +148,7 @@ def test_a_full_disk_leaves_whole_shards(tmp_path, fake, monkeypatch):
 
 
 def test_a_vector_that_is_no_number_is_named(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(Fake, "encode", lambda self, texts, **_: np.array([[1.0], [np.nan]]*(len(texts)//2)))
+    monkeypatch.setattr(Fake, "encode", lambda self, texts, *_, **__: np.array([[1.0], [np.nan]]*(len(texts)//2)))
     (tmp_path/"corpus.jsonl").write_text('{"_id": "a", "text": "x"}\n{"_id": "b", "text": "y"}\n')
     with pytest.raises(ValueError, match="the vector of 'b' is not finite"): encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
     assert not list((tmp_path/"out").glob("shard*"))
