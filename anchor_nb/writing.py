@@ -51,13 +51,13 @@ def ending(format: str) -> str: # .jsonl or .parquet
 
 def numbered(rows: Iterable, write, path: Path) -> Iterator: # of rows as they are written
     "Rows in a format; ValueError names the row."
-    width = None
+    columns = None
     for number, row in enumerate(rows):
         try: found = write(row)
         except ValueError as error: raise ValueError(f"{path}, row {number}: {error}") from None
         for each in found:
-            if write is as_columns and width not in (None, len(each)): raise ValueError(f"{path}, row {number} has {len(row['negatives'])} negatives and the rows before it have others; columns need as many in each, so leave short rows out (incomplete=drop) or write JSONL")
-            width = len(each)
+            if write is as_columns and columns not in (None, list(each)): raise ValueError(f"{path}, row {number} has the columns {', '.join(each)}, and the rows before it {', '.join(columns)}; each row needs as many negatives, and scores or none, so leave short rows out (incomplete=drop) or write JSONL")
+            columns = list(each)
             yield each
 
 # %% ../nbs/02b_writing.ipynb #76963c3c
