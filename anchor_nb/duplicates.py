@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 import numpy as np
 from .files import write_text
-from .data import find_sources, load_pairs
+from .data import load_pairs
 from .writing import FORMATS, write_pairs
 from .corpora import normalise, shingles
 from .tasks import read_retrieval, relevant

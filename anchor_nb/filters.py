@@ -6,7 +6,7 @@
 __all__ = ['score_rows', 'stored_scores', 'margins', 'filtered', 'check_ends', 'margin_summary', 'filter_pairs']
 
 # %% ../nbs/13a_filters.ipynb #caf05df2
-import json, math
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Iterable, Iterator

@@ -9,7 +9,6 @@ __all__ = ['Masked', 'generator_of', 'mask_text', 'mask_id', 'MaskedBatch', 'pac
 import hashlib
 from typing import NamedTuple
 import numpy as np
-import torch
 from torch import Tensor
 from .packing import Packed, flat, pack
 from .attention import is_causal

@@ -216,7 +216,7 @@ def tensors_of(names: list, models: list, policy: dict, method: str, weights: li
 
 def write_shards(folder: Path, tensors: Iterator, most: int) -> int: # most: bytes of a file; -> bytes of all
     "Write tensors as transformers reads them: one file, or several with an index."
-    files, held, size, total, sizes = [], {}, 0, 0, []
+    files, held, size, total = [], {}, 0, 0
     def flush():
         save_file(held, folder/f"part-{len(files)}.safetensors", metadata=dict(format="pt"))
         files.append(list(held))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .packing import cut_by_tokens
 from .foreign import WHOLE_BEGINNING
 from .embedder import AnchorEmbedder, encode_packed, prompted
-from .contrastive import ContrastiveBatch, View, all_ranks, contrastive_batch
+from .contrastive import ContrastiveBatch, View, all_ranks
 
 # %% ../nbs/08i_negatives.ipynb #281faaf0
 def to_queries(embeddings: Tensor, batch: ContrastiveBatch) -> View:

@@ -8,7 +8,7 @@ __all__ = ['same', 'quiet_worker', 'WholeCheckpoints', 'AnchorTrainer', 'trainin
            'run_trainer', 'finish', 'write_model']
 
 # %% ../nbs/09_training.ipynb #2e118d0d
-import json, os, shutil, sys, time, warnings
+import json, os, shutil, time, warnings
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial

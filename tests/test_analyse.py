@@ -1,6 +1,5 @@
 "The stage `analyse` from parameters to files: run, gone on with, refused; its rows in a ledger; bad input."
 import json
-from pathlib import Path
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ from anchor_nb.filters import filter_pairs, filtered, margins
 from anchor_nb.mining import Pool, ceiling, choose, choose_slowly, key_of, mine, nearest, pool_texts
 from anchor_nb.recipe import Mine
 from anchor_nb.runs import run_stage
-from anchor_nb.writing import FORMATS, write_pairs
+from anchor_nb.writing import write_pairs
 from common import WORDS, toy_pairs
 
 datasets.disable_progress_bars()
