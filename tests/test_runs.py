@@ -115,7 +115,7 @@ def test_a_failing_run_stays_running_and_resumes(tmp_path):
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_the_command_in_the_manifest_gives_the_recipe_back(name, tmp_path):
     import shlex
-    from anchor_nb.cli import gather
+    from anchor_nb.shell import gather
     made = stage(name, out="runs/it's here", **({"ratios": {"wiki": 0.5}, "learning_rate": 3e-5, "trackers": ["tensorboard"]} if name in ("stage1", "stage2") else {}))
     runs.start_run(tmp_path/"r", made)
     words = shlex.split(runs.read_manifest(tmp_path/"r")["command"])
