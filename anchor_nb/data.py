@@ -6,7 +6,7 @@
 __all__ = ['QUERY', 'POSITIVE', 'NEGATIVE', 'FEATURES', 'E5_FILES', 'pick_field', 'as_text', 'as_texts', 'teacher_scores',
            'parse_row', 'read_lines', 'read_table', 'open_table', 'parsed', 'find_sources', 'missing_files',
            'file_hash', 'content_hash', 'parser_version', 'load_source', 'load_pairs', 'Batch', 'generator',
-           'permutation', 'Batches', 'check_sizes', 'Example', 'rotate', 'deal', 'characters', 'examples']
+           'permutation', 'Batches', 'check_sizes', 'Example', 'rotate', 'deal', 'characters', 'examples', 'strangers']
 
 # %% ../nbs/02_data.ipynb #ac7e4b4a
 import hashlib, json, math, re, shutil, warnings
@@ -263,3 +263,15 @@ def examples(table,             # datasets.Dataset of the batch's dataset
                      (*rotate(row["positive_scores"], batch.epoch, 1), *rotate(row["negative_scores"], batch.epoch, negatives)))
              for number, row in zip(rows, table.select(rows))]
     return found if ranks == 1 else [found[n] for n in deal([characters(e, most) for e in found], rank, ranks)]
+
+# %% ../nbs/02_data.ipynb #629608d9
+def strangers(table, # datasets.Dataset with the columns of `load_source`
+              seed: int,
+             ):      # -> datasets.Dataset
+    "Every query with the documents of another row; ValueError for a table of one row."
+    import datasets
+    if len(table) < 2: raise ValueError("pairing=strangers needs two rows at least")
+    shift = int(generator("strangers", seed).integers(1, len(table)))
+    theirs = [name for name in table.column_names if name not in ("query", "instruction")]
+    moved = table.select((np.arange(len(table)) + shift) % len(table)).select_columns(theirs).flatten_indices()
+    return datasets.concatenate_datasets([table.select_columns(["query", "instruction"]), moved], axis=1)

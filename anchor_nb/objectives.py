@@ -14,6 +14,7 @@ from .prompts import pooling_tokens
 from .pooling import pack_texts
 from .reconstruction import Anchor, DecodeRules
 from .bags import Bags, Llara, llara_prompts
+from .language import LanguageModelling
 from .masked import MaskedPrediction, mask_id
 from .contrastive import cached_step, world
 from .simcse import SimCSE
@@ -24,8 +25,9 @@ def make_objectives(recipe: Stage1, formatter) -> list: # of (name, objective, w
     "The objectives of a recipe; anchor alone where it names none."
     tokenizer, layout = formatter.tokenizer, formatter.layout
     rules = DecodeRules(**{f.name: getattr(recipe, f.name) for f in fields(DecodeRules)})
+    whole = tokenizer.convert_tokens_to_ids(layout.eos), rules, recipe.alpha, recipe.pooling
     makers = dict(
-        anchor=lambda: Anchor(tokenizer.convert_tokens_to_ids(layout.eos), rules, recipe.alpha, recipe.pooling),
+        anchor=lambda: Anchor(*whole), lm=lambda: LanguageModelling(*whole),
         ebae=lambda: Bags("ebae", recipe.pooling), ebar=lambda: Bags("ebar", recipe.pooling),
         llara=lambda: Llara(**llara_prompts(tokenizer, pooling_tokens(layout.pooling_tokens))),
         mntp=lambda: MaskedPrediction(mask_id(tokenizer, recipe.masked_with), len(tokenizer), recipe.seed, recipe.masked_fraction, recipe.masked_replace),

@@ -71,7 +71,7 @@ class Recipe:
 # %% ../nbs/00_recipe.ipynb #06ac48e5
 TRACKERS = ("tensorboard", "wandb", "trackio")
 POOLINGS = ("eos", "last", "mean", "weighted_mean", "first", "content_mean", "content_weighted_mean", "rest_mean", "rest_weighted_mean", "echo_last", "echo_mean", "tokens")
-OBJECTIVES = ("anchor", "ebae", "ebar", "llara", "mntp", "simcse")
+OBJECTIVES = ("anchor", "ebae", "ebar", "llara", "lm", "mntp", "simcse")
 ATTENTIONS = ("auto", "packed_sdpa", "packed_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 def fits(instruction_format: str) -> bool: # can it join an instruction and a text?
@@ -146,7 +146,8 @@ class Stage1(Training):
     target_template: bool = setting(False, "when the sequence is decoded, template and instruction are targets too", "ours; true in the authors' code")
     target_eos: bool = setting(True, "the closing [EOS] is a target", "ours; false in the authors' code")
     hide_template: bool = setting(False, "when the sequence is decoded, template and instruction are no attention keys", "ours; true by accident in the authors' code")
-    objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, mntp and simcse; empty: anchor alone", "paper: anchor; ebae and ebar are LLaMA2Vec's, llara is its released form, mntp is LLM2Vec's")
+    objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, lm, mntp and simcse; empty: anchor alone", "paper: anchor; ebae and ebar are LLaMA2Vec's, llara is its released form, mntp is LLM2Vec's, lm is a control")
+    pairing: str = setting("own", "own: each query with its document; strangers: with another row's, a control", "paper: own", ("own", "strangers"))
     masked_fraction: float = setting(0.2, "mntp: share of a text's tokens that are masked", "LLM2Vec: 0.2, for Mistral 0.8")
     masked_replace: str = setting("80/10/10", "mntp: 80/10/10 leaves a tenth as it was and makes a tenth another token; mask replaces all", "LLM2Vec: the former, for Mistral the latter", ("80/10/10", "mask"))
     masked_with: str = setting("_", "mntp: what stands in place of a masked token", "LLM2Vec: _")
@@ -285,6 +286,7 @@ class Evaluate(Recipe):
     data_root: str = setting("", "folder with local copies of hub datasets, as owner/name; empty: none", how=True)
     bm25: bool = setting(True, "score BM25 as a yardstick, on the tasks that rank documents", "ours")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2")
+    reconstruction: int = setting(0, "pairs of each retrieval task on which it is measured what embeddings remember, by the texts that models with a language-model head write behind them; 0: none (pip install anchor_nb[generation])", "ours")
     devices: list = setting([], "devices to encode on, such as cuda:0 and cuda:1; empty: one GPU if there is any, else the CPU", how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", "ours: changes nothing but speed and memory", how=True)
     seed: int = setting(0, "decides which queries and documents are kept", "ours")
@@ -293,7 +295,8 @@ class Evaluate(Recipe):
         return [(not self.tasks and not self.benchmark, "tasks and benchmark are empty; name a benchmark, a task, or a folder of an evaluation set, such as prepare writes under eval/"),
                 (not self.models and not self.bm25, "models is empty and bm25 is false; name a model as {label: folder}"),
                 (not self.out, "out is empty; name the folder of the ledger"),
-                (not self.max_length > 0, f"max_length must be over 0, it is {self.max_length}")]
+                (not self.max_length > 0, f"max_length must be over 0, it is {self.max_length}"),
+                (self.reconstruction < 0 or self.reconstruction == 1, f"reconstruction={self.reconstruction}; give 0, or at least 2, since a wrong embedding comes from another pair")]
 
 # %% ../nbs/00_recipe.ipynb #1c58e618
 @dataclass(frozen=True, kw_only=True)

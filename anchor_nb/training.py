@@ -21,7 +21,7 @@ from .recipe import Training, Stage1, Stage2, default, identity
 from .redaction import without_secrets
 from .files import replace_folder, saving, seal, sync
 from .prompts import Formatter, pooling_tokens, save_layout
-from .data import Batches, content_hash, find_sources, load_pairs
+from .data import Batches, content_hash, find_sources, load_pairs, strangers
 from .corpora import training_instructions
 from .attention import attention_of, is_causal, on_gpu, wants_autocast
 from .backbone import add_lora, check_causal, compile_layers, load_backbone, merge_adapters, tensors_only
@@ -196,6 +196,7 @@ def check_inputs(recipe: Training) -> Inputs:
     if (before := stored_facts(model).get("pooling", recipe.pooling)) != recipe.pooling: warnings.warn(f"{recipe.model} was trained with pooling={before}, and this run takes pooling={recipe.pooling}")
     formatter, instructions = training_formatter(model, recipe), training_instructions(recipe.instructions)
     tables = load_pairs(recipe.data)
+    if getattr(recipe, "pairing", "own") == "strangers": tables = {name: strangers(table, recipe.seed) for name, table in tables.items()}
     batches = Batches({name: len(table) for name, table in tables.items()}, recipe.global_batch, recipe.seed, recipe.ratios)
     if isinstance(recipe, Stage2): check_rows(recipe, tables, instructions, AutoConfig.from_pretrained(model).hidden_size)
     for name in tables: formatter(["text"], max((instructions or {}).get(name, [""]), key=len)) # an instruction that leaves no room for text
