@@ -1,6 +1,7 @@
 # make demo    run the main job on a small real model and real text, end to end
 # make test    run all tests
 # make soak    kill and resume training at random, KILLS=20 times, and compare with a run left alone
+# make docs    build the docs site into _docs, offline
 # make sync    after editing notebooks: write modules, README.md and pyproject.toml from them
 # make venv    only set up .venv
 #
@@ -20,7 +21,7 @@ export GOMP_SPINCOUNT := 0
 # A kernel of this environment, not of a user's other one.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help demo test soak sync venv
+.PHONY: help demo test docs soak sync venv
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -34,7 +35,10 @@ test: $(STAMP)
 	@echo "== test 2/3: the library notebooks run, each in a process of its own, and their assertions hold"
 	@find nbs -name '*.ipynb' -not -path '*/.*' | sort | xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 0 --do-print
 	@echo "== test 3/3: pytest"
-	@$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -ra --durations=10 -n 2 --dist loadfile $(PYTEST_ARGS)
+
+docs: $(STAMP)
+	@$(BIN)/python nbs/_site/make_site.py
 
 soak: $(STAMP)
 	@$(BIN)/python tests/soak.py --kills $(or $(KILLS),20)

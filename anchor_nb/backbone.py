@@ -29,7 +29,7 @@ def run_packed(trunk: nn.Module,    # the decoder without its head
     "Final hidden states of a packed batch; ValueError when keys are hidden from a kernel that cannot."
     entry = dict(inputs_embeds=embeddings[None]) if embeddings is not None else dict(input_ids=packed.ids[None])
     how = attention_inputs(trunk.config._attn_implementation, packed, visible)
-    short = only_last and is_short(trunk)
+    short = only_last and visible is None and is_short(trunk) # the short last layer sees all keys
     if short: how = dict(how, only_last=True)
     if causal is not None: how = dict(how, is_causal=causal)
     states = trunk(**entry, position_ids=packed.positions[None], use_cache=False, **how).last_hidden_state[0]

@@ -6,10 +6,10 @@
 __all__ = ['Progress', 'curves', 'Snapshots']
 
 # %% ../nbs/08g_callbacks.ipynb #f122de1b
-import sys
 from pathlib import Path
 from transformers import TrainerCallback
 from .files import replace_folder
+from .progress import progress
 
 # %% ../nbs/08g_callbacks.ipynb #f126f4ea
 class Progress(TrainerCallback):
@@ -18,9 +18,7 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         "Draw the bar, on one rank."
-        from tqdm import tqdm
-        interval = 0.1 if sys.stderr.isatty() else 10
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, mininterval=interval, maxinterval=10*interval, disable=not state.is_world_process_zero)
+        self.bar = progress(total=state.max_steps, initial=state.global_step, desc=self.name, disable=not state.is_world_process_zero)
 
     def on_step_end(self, args, state, control, **kwargs):
         "Move the bar by one step."
@@ -28,7 +26,9 @@ class Progress(TrainerCallback):
         self.bar.set_postfix_str(f"loss {trainer.facts['loss']:.3f}, {trainer.facts['tokens']/trainer.seconds:.0f} tokens/s", refresh=False)
         self.bar.update()
 
-    def on_train_end(self, args, state, control, **kwargs): self.bar.close()
+    def close(self):
+        "End the bar, also of a run that failed."
+        if self.bar is not None: self.bar.close()
 
 # %% ../nbs/08g_callbacks.ipynb #fdb48397
 def curves(out: str, first: int): # first: steps done

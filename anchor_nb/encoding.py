@@ -18,9 +18,9 @@ from typing import Iterator, NamedTuple
 import numpy as np
 from safetensors.numpy import save
 from safetensors.torch import load_file
-from tqdm import tqdm
 from . import __version__
 from .files import write_text
+from .progress import progress
 from .recipe import Recipe, check_names, identity, setting
 from .redaction import without_secrets
 from .data import content_hash, file_hash, find_sources, open_table
@@ -195,7 +195,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else "cpu"
     embedder = AnchorEmbedder.from_pretrained(settings.model, settings.pooling, settings.max_length, precision=settings.precision, device=device, micro_tokens=settings.micro_tokens)
     with closing(ahead(lambda n: entries(Piece(*pieces[n]), settings), mine)) as shares, \
-         tqdm(total=sum(Piece(*pieces[n]).rows for n in mine), desc=f"encode, process {rank + 1} of {world}", unit=" texts", mininterval=1, disable=rank > 0) as bar:
+         progress(total=sum(Piece(*pieces[n]).rows for n in mine), desc=f"encode, process {rank + 1} of {world}", unit=" texts", disable=rank > 0) as bar:
         for number, (ids, texts) in zip(mine, shares):
             vectors = embedder.encode(texts, settings.instruction, role=settings.role)
             if not (fine := np.isfinite(vectors).all(1)).all(): raise ValueError(f"the vector of {ids[int(np.argmin(fine))]!r} is not finite; look for NaN in the model's weights, or try precision=fp32")

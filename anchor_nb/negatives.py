@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from .packing import cut_by_tokens
 from .foreign import WHOLE_BEGINNING
-from .embedder import AnchorEmbedder, encode_packed, prompted
+from .forms import prompted, writer
+from .embedder import AnchorEmbedder, encode_packed
 from .contrastive import ContrastiveBatch, View, all_ranks
 
 # %% ../nbs/08i_negatives.ipynb #281faaf0
@@ -68,7 +69,8 @@ class Guide:
         "Queries, positives and negatives in the order of `contrastive_batch`."
         own = lambda instruction, role: prompted(self.embedder.prompts, instruction if self.joins else "", role)
         asked = [e._replace(instruction=own(e.instruction, "query"), document_instruction=own(e.document_instruction, "document")) for e in examples]
-        triples = format_examples(self.embedder.formatter, asked)
+        lay = lambda texts, before: writer(self.embedder.formatter, before)(texts, slice(None))
+        triples = format_examples(lay, asked)
         return [q for q, _, _ in triples] + [p for _, p, _ in triples] + [t for *_, found in triples for t in found]
 
     @torch.no_grad

@@ -273,7 +273,7 @@ def execute(notebook: Path, output: Path, parameters: dict, log: bool, timeout: 
     from papermill import execute_notebook
     from papermill.iorw import papermill_io
     quiet = ["--log-level=ERROR"]   # or each kernel warns about its local connection
-    usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", PYDEVD_DISABLE_FILE_VALIDATION="1", JUPYTER_PREFER_ENV_PATH="1",
+    usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", PYDEVD_DISABLE_FILE_VALIDATION="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1", JUPYTER_PREFER_ENV_PATH="1",
                  PYTHONWARNINGS="ignore:IProgress not found,ignore::FutureWarning")
     streams = dict(stdout_file=Hiding(secrets, sys.stdout), stderr_file=Hiding(secrets, sys.stderr)) if log else {}
     papermill_io.register(str(output), Hiding(secrets))

@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['ledger_rows', 'scored', 'evaluation_file', 'Job', 'can_do', 'waiting', 'record', 'free', 'time_left', 'score_all',
-           'plain_mean', 'summary', 'begun', 'ended', 'outcome']
+           'pairs_of', 'rebuilt_data', 'to_rebuild', 'rebuild', 'rebuild_all', 'rebuilt_table', 'plain_mean', 'summary',
+           'begun', 'ended', 'outcome']
 
 # %% ../nbs/15b_scoring.ipynb #21b4a4d2
 import gc, hashlib, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from .benchmarks import data_id
+from .benchmarks import data_id, rows_of
 from .evaluation import Candidate, extras, load, revision, slug
-from .measurement import Evaluation, evaluate_task, load_evaluation, save_evaluation
+from .measurement import Evaluation, evaluate_task, load_evaluation, loaded, save_evaluation
+from .sources import pick
 from .runs import append_rows, new_manifest, now, peak_memory
 
 # %% ../nbs/15b_scoring.ipynb #b632e284
@@ -116,6 +118,76 @@ def score_all(jobs: list,          # from `waiting`
         del encoder
         free()
     return failed
+
+# %% ../nbs/15b_scoring.ipynb #f612fe0b
+def pairs_of(task, count: int, seed: int = 0) -> list: # of (query, a document that answers it)
+    "Pairs of a loaded retrieval task, at most `count`; ValueError for fewer than two."
+    rows = rows_of(task, task.hf_subsets[0], task.eval_splits[0])
+    best = {query: max(judged, key=judged.get) for query, judged in rows["relevant_docs"].items() if judged and max(judged.values()) > 0}
+    asked = [row for row in rows["queries"] if row["id"] in best and isinstance(row["text"], str)]
+    chosen = sorted(asked, key=lambda row: (pick(f"pair {seed} {row['id']}", 2**63), row["id"]))[:count]
+    if len(chosen) < 2: raise ValueError(f"{task.metadata.name} has {len(chosen)} queries with an answer, and a reconstruction needs 2 at least; leave the task out, or set reconstruction=0")
+    wanted = {best[row["id"]] for row in chosen}
+    places = {document: k for k, document in enumerate(rows["corpus"]["id"]) if document in wanted}
+    text = lambda row: f"{row.get('title') or ''} {row['text']}".strip()
+    return [(row["text"], text(rows["corpus"][places[best[row["id"]]]])) for row in chosen]
+
+def rebuilt_data(task, settings) -> str:
+    "What identifies the pairs of a task."
+    return f"{data_id(task)}; {settings.reconstruction} pairs, seed {settings.seed}"
+
+def to_rebuild(candidates: list, tasks: list, rows: list, settings, instructions_id: str) -> list: # of `Job`; the arguments are those of `waiting`
+    "What reconstructions a ledger lacks; models of other libraries cannot write."
+    if not settings.reconstruction: return []
+    known, found = {(row["label"], row["step"], row["task"], row["model"], row["data"]) for row in rows if row.get("type") == "Reconstruction"}, []
+    ranked = [task for task in tasks if task.metadata.type == "Retrieval" and not task.is_aggregate]
+    for candidate in candidates:
+        if candidate.library != "anchor_nb": continue
+        model = revision(candidate, settings.max_length, instructions_id, settings.rerank_documents_instructed, settings.devices)
+        missing = [task for task in ranked if (candidate.label, candidate.step, f"reconstruction:{task.metadata.name}", model, rebuilt_data(task, settings)) not in known]
+        if missing: found.append(Job(candidate, model, missing))
+    return found
+
+# %% ../nbs/15b_scoring.ipynb #72e50990
+def rebuild(job: Job, task, embedder, settings, instruction: str, **common) -> dict: # metric_direction -> value; common: for `ledger_rows`
+    "Measure on one task what a model's embeddings remember, and write it to the ledger."
+    from anchor_nb.decoding import remembered, rules_of
+    started = time.monotonic()
+    with loaded(task): pairs = pairs_of(task, settings.reconstruction, settings.seed)
+    metrics = remembered(embedder, pairs, instruction, rules_of(job.candidate.source), seed=settings.seed)
+    found = Evaluation(f"reconstruction:{task.metadata.name}", "Reconstruction", "", metrics, rebuilt_data(task, settings), len(pairs), len(pairs), round(time.monotonic() - started, 2))
+    append_rows(Path(settings.out)/"ledger.jsonl", ledger_rows(found, job.candidate, job.model, **common))
+    return metrics
+
+def rebuild_all(jobs: list, settings, instructions: dict, instructions_id: str = "", evaluation: str = "", say=print) -> list: # the arguments and the result are those of `score_all`
+    "Work through reconstructions; what fails is reported, and the rest goes on."
+    from anchor_nb.decoding import can_write
+    from anchor_nb.embedder import AnchorEmbedder
+    common, failed = dict(seed=settings.seed, max_length=settings.max_length, benchmark=settings.benchmark, evaluation=evaluation, instructions_id=instructions_id), []
+    for job in jobs:
+        for task in job.tasks:
+            who = f"{job.candidate.label}, step {job.candidate.step}, reconstruction of {task.metadata.name}"
+            try:
+                embedder = AnchorEmbedder.from_pretrained(job.candidate.source, pooling=job.candidate.pooling, max_length=settings.max_length, micro_tokens=settings.micro_tokens, device=(settings.devices or [""])[0], **extras(job.candidate))
+                if not can_write(embedder):
+                    say(f"{who}: left out, the model has no language-model head")
+                    continue
+                found = rebuild(job, task, embedder, settings, instructions.get(task.metadata.name, ""), **common)
+                say(f"{who}: " + ", ".join(f"{name} {100 * found[f'token_recall_{name}']:.1f} % of the tokens ({100 * found[f'token_recall_shuffled_{name}']:.1f} % by chance)" for name in ("q2d", "d2q")))
+            except Exception as error:
+                failed.append((job.candidate.label, job.candidate.step, f"reconstruction:{task.metadata.name}", f"{type(error).__name__}: {error}"))
+                say(f"{who}: FAILED, {failed[-1][-1]}")
+            embedder = None
+            free()
+    return failed
+
+def rebuilt_table(rows: list): # -> pandas.DataFrame
+    "The latest reconstructions of a ledger, a row for each model, task and direction; losses in nats per token, the others in per cent."
+    import pandas
+    table = pandas.DataFrame([row for row in rows if row.get("type") == "Reconstruction"])
+    table[["metric", "direction"]] = table["metric"].str.rsplit("_", n=1, expand=True).values
+    table["value"] = table["value"].where(table["metric"].str.startswith("loss"), 100 * table["value"])
+    return table.pivot_table(index=["label", "step", "task", "direction"], columns="metric", values="value", aggfunc="last", sort=False)
 
 # %% ../nbs/15b_scoring.ipynb #53c5a532
 def plain_mean(values: list): # of numbers or None

@@ -9,7 +9,7 @@ __all__ = ['same', 'quiet_worker', 'WholeCheckpoints', 'AnchorTrainer', 'trainin
 
 # %% ../nbs/09_training.ipynb #2e118d0d
 import json, os, shutil, time, warnings
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -291,9 +291,9 @@ def run_trainer(trainer: AnchorTrainer, recipe: Training, checkpoint: Path | Non
         for name in ("metrics.jsonl", "speed.jsonl"): keep_rows(out/name, last=first)
         for folder in (out/".writing", *[folder for folder in checkpoints(out) if number_of(folder) > first]): shutil.rmtree(folder, ignore_errors=True) # half written; damaged
     trainer.accelerator.wait_for_everyone()
-    trainer.add_callback(Progress(lambda: trainer, type(recipe).__name__))
+    trainer.add_callback(bar := Progress(lambda: trainer, type(recipe).__name__))
     trainer.add_callback(stopping := Stopping())
-    with listening(stopping), tensors_only(checkpoint) if checkpoint else nullcontext(): trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with closing(bar), listening(stopping), tensors_only(checkpoint) if checkpoint else nullcontext(): trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 def finish(trainer: AnchorTrainer, recipe: Training, save, inputs: Inputs) -> dict: # facts for the manifest
     "Write the finished model, with adapters merged, and remove the checkpoints it makes useless."

@@ -34,3 +34,14 @@ def test_an_interrupted_run_draws_the_masks_and_the_noise_of_a_whole_one(tmp_pat
         train(recipe(Stage1, tmp_path/"broken", **settings))
     train(recipe(Stage1, tmp_path/"broken", **settings))
     assert rows(tmp_path/"broken") == rows(tmp_path/"whole")
+
+
+def test_the_controls_train_on_the_same_texts_and_differ_where_they_should(tmp_path):
+    "Strangers: the same targets in another pairing. Language modelling: the same targets, fewer tokens through the layers."
+    arms = dict(own={}, strangers=dict(pairing="strangers"), language=dict(objectives={"lm": 1.0}))
+    for name, settings in arms.items(): train(recipe(Stage1, tmp_path/name, steps=2, **settings))
+    own, strangers, language = [rows(tmp_path/name) for name in arms]
+    assert [row["target_tokens_d2q"] for row in own] == [row["target_tokens_d2q"] for row in strangers] == [row["target_tokens_queries"] for row in language]
+    assert [row["target_tokens_q2d"] for row in own] == [row["target_tokens_documents"] for row in language]
+    assert own[0]["loss_q2d"] != strangers[0]["loss_q2d"] != language[0]["loss_documents"]
+    assert all(mine["tokens"] > theirs["tokens"] for mine, theirs in zip(own, language))

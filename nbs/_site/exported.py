@@ -1,0 +1,196 @@
+"""What exported cells offer, read from their text: headings, signatures, descriptions and folded sources as Markdown."""
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+
+from nbformat import v4
+
+def comments(source):
+    "Line number -> comment at its end."
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("# ") for token in found if token.type == tokenize.COMMENT}
+
+
+def parameters(function):
+    "(name with stars, argument, default) of a function's parameters in order, with the bare star that separates."
+    of = function.args
+    plain = of.posonlyargs + of.args
+    found = [("", argument, default) for argument, default in zip(plain, [None]*(len(plain) - len(of.defaults)) + of.defaults)]
+    if of.vararg: found.append(("*", of.vararg, None))
+    elif of.kwonlyargs: found.append(("*", None, None))
+    found += [("", argument, default) for argument, default in zip(of.kwonlyargs, of.kw_defaults)]
+    return found + ([("**", of.kwarg, None)] if of.kwarg else [])
+
+
+def kind_of(argument):
+    "(type, help) of an argument: `Annotated[type, typer.Option(help=...)]` has both."
+    inside = getattr(getattr(argument.annotation, "slice", None), "elts", [])
+    if not inside or ast.unparse(argument.annotation.value) != "Annotated": return ast.unparse(argument.annotation) if argument.annotation else "", ""
+    help = next((word.value.value for call in inside[1:] if isinstance(call, ast.Call) for word in call.keywords if word.arg == "help" and isinstance(word.value, ast.Constant)), "")
+    return ast.unparse(inside[0]), help
+
+
+def as_written(star, argument, default):
+    "One parameter of a signature."
+    if argument is None: return star
+    kind = f": {kind_of(argument)[0]}" if argument.annotation else ""
+    return f"{star}{argument.arg}{kind}" + (f"{' = ' if kind else '='}{ast.unparse(default)}" if default is not None else "")
+
+
+def signature(name, function, method):
+    "A signature as a block of code, a parameter a line where it is long."
+    inside = [as_written(*parameter) for parameter in parameters(function)][int(method):]
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    line = f"{name}({', '.join(inside)}){returns}"
+    if len(line) > 78: line = f"{name}(\n" + "".join(f"    {one},\n" for one in inside) + f"){returns}"
+    return f"```python\n{line}\n```"
+
+
+def told(function, notes):
+    "[(name, what is said of it)] of parameters and of what is returned."
+    header = range(function.lineno, max(function.lineno, function.body[0].lineno - 1) + 1)
+    of = {star + argument.arg: (default or argument).end_lineno for star, argument, default in parameters(function) if argument is not None}
+    last = next((line for line in reversed(header) if line in notes and (line not in of.values() or line == header[-1] and (function.returns or len(header) == 1))), None)
+    rows = {name: notes[line] for name, line in of.items() if line in notes and line != last and name == [other for other in of if of[other] == line][-1]}
+    rows |= {star + argument.arg: kind_of(argument)[1] for star, argument, _ in parameters(function) if argument is not None and kind_of(argument)[1]}
+    back = []
+    for part in re.split(r";\s+(?=\w+: )", notes.get(last, "")): # def f(x, y) -> int: # x: this; y: that
+        name, colon, text = part.partition(": ")
+        if colon and name in of: rows[name] = text
+        elif part: back.append(part.removeprefix("->").strip())
+    kind = f"`{ast.unparse(function.returns)}` " if function.returns else ""
+    return [(name, rows[name]) for name in of if name in rows] + ([("returns", kind + "; ".join(back))] if back else [])
+
+
+BAR = r"\|" # in a table
+
+
+def escaped(text, table=False, stars=False):
+    "A docstring or comment as Markdown that shows what was written; with `stars`, asterisks make italics."
+    parts = re.split(r"(`[^`]*`)", text)
+    plain = lambda part: re.sub(r"([$\\])" if stars else r"([$*\\])", r"\\\1", part).replace("<", "&lt;")
+    shown = "".join(part if part.startswith("`") else plain(part) for part in parts)
+    return shown.replace("|", BAR) if table else shown
+
+
+def table(rows):
+    "Names and what is said of them."
+    if not rows: return ""
+    lines = [f"| {name if name == 'returns' else f'`{name}`'} | {escaped(note, table=True)} |" for name, note in rows]
+    return "\n".join(["::: {.parameters}", "| | |", "|---|---|", *lines, ":::"])
+
+
+def field_told(field, notes):
+    "(`type = default`, what is said of it) of a field; `setting(default, help, source)` of the recipes says it in its arguments."
+    if isinstance(field.value, ast.Call) and ast.unparse(field.value.func) == "setting":
+        default, *words = field.value.args
+        return f"{ast.unparse(field.annotation)} = {ast.unparse(default)}", " *".join(str(word.value) for word in words[:2] if isinstance(word, ast.Constant)) + ("*" if len(words) > 1 else "")
+    return ast.unparse(field).partition(": ")[2], notes.get(field.end_lineno, "")
+
+
+def fields(node, notes):
+    "The fields of a dataclass with types, defaults and what is said of them."
+    found = [(field.target.id, *field_told(field, notes)) for field in node.body if isinstance(field, ast.AnnAssign)]
+    return ["\n".join(["::: {.parameters}", "| | |", "|---|---|", *[f"| `{name}` | `{kind.replace('|', BAR)}`{'<br>' if note else ''}{escaped(note, table=True, stars=True)} |" for name, kind, note in found], ":::"])] if found else []
+
+
+def methods(node):
+    "The methods of a class, without the second halves of properties."
+    if not isinstance(node, ast.ClassDef): return []
+    return [part for part in node.body if isinstance(part, ast.FunctionDef) and not any(ast.unparse(one).endswith(".setter") for one in part.decorator_list)]
+
+
+def described(node, module, notes, owner=""):
+    "Blocks of Markdown for one function, class or method."
+    name = f"{owner}.{node.name}" if owner else node.name
+    blocks = [f"{'####' if owner else '###'} `{node.name}`{{.nolink}} {{#{module}.{name}}}"]
+    functions = methods(node)
+    made = next((part for part in functions if part.name == "__init__"), None)
+    if isinstance(node, ast.ClassDef): blocks += [signature(name, made, True)] if made else fields(node, notes)
+    else:
+        kinds = [ast.unparse(one) for one in node.decorator_list]
+        blocks.append(f"```python\n{name}  # property\n```" if "property" in kinds else signature(name, node, bool(owner) and "staticmethod" not in kinds))
+    if text := ast.get_docstring(node): blocks.insert(1, escaped(text))
+    if function := made or (node if not isinstance(node, ast.ClassDef) else None): blocks.append(table(told(function, notes)))
+    for part in functions:
+        if not part.name.startswith("_"): blocks += described(part, module, notes, node.name)
+    return blocks
+
+
+def public(tree):
+    "The names that the statements of a cell define: (name, node)."
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): yield node.name, node
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                for part in getattr(target, "elts", [target]): # not AnchorEmbedder.encode = ...
+                    if isinstance(part, ast.Name): yield part.id, node
+
+
+def api(source, module):
+    "An exported cell as Markdown: what it offers, and its source folded below."
+    tree = ast.parse(source)
+    if all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body): return ""
+    notes, blocks = comments(source), []
+    constants = [name for name, node in public(tree) if isinstance(node, ast.Assign) and not name.startswith("_")]
+    if constants: blocks.append("".join(f'<span id="{module}.{name}"></span>' for name in constants))
+    defined = [node for name, node in public(tree) if not isinstance(node, ast.Assign) and not name.startswith("_")]
+    for node in defined: blocks += described(node, module, notes)
+    folded = f'{{.python .cell-code code-fold="true" code-summary="Source, anchor_nb/{module}.py"}}' if defined else "{.python}"
+    fence = "`"*max(3, 1 + max(map(len, re.findall("`+", source)), default=0))
+    return "\n\n".join([*filter(None, blocks), f"{fence}{folded}\n{source}\n{fence}"])
+
+
+@cache
+def read(path):
+    "A notebook, without the validation that nbformat.read spends most of its time on."
+    return v4.reads(path.read_text(encoding="utf-8"))
+
+
+def module_of(notebook):
+    "The module that a notebook exports, or nothing."
+    found = (re.match(r"#\|\s*default_exp\s+(\S+)", cell.source) for cell in notebook.cells if cell.cell_type == "code")
+    return next((match[1] for match in found if match), "")
+
+
+def directives(source):
+    "The directives of a cell, name -> value, and its code without them."
+    lines = source.splitlines()
+    found = [re.match(r"#\|\s*([\w-]+)\s*:?\s*(.*)", line) for line in lines]
+    return {match[1]: match[2] for match in found if match}, "\n".join(line for line, match in zip(lines, found) if not match).strip("\n")
+
+
+def names(pages):
+    "(module, name, first line of its docstring, notebook) of everything public, floor by floor."
+    for path in pages:
+        notebook = read(path)
+        if not (module := module_of(notebook)): continue
+        for cell in notebook.cells:
+            told_, code = directives(cell.source) if cell.cell_type == "code" else ({}, "")
+            if "export" not in told_: continue
+            for name, node in public(ast.parse(code)):
+                if name.startswith("_"): continue
+                text = "" if isinstance(node, ast.Assign) else ast.get_docstring(node) or ""
+                yield module, name, text.partition("\n")[0], path
+                for part in methods(node):
+                    if not part.name.startswith("_"): yield module, f"{name}.{part.name}", (ast.get_docstring(part) or "").partition("\n")[0], path
+
+
+def symbols(found, pages):
+    "Name in backticks -> address, for names that mean one thing; and module.name for all."
+    whole = {f"{module}.{name}": f"/{pages[path]}.html#{module}.{name}" for module, name, _, path in found}
+    short = [name for _, name, _, _ in found]
+    return whole | {name: whole[f"{module}.{name}"] for module, name, _, _ in found if short.count(name) == 1}
+
+
+def names_page(found, pages):
+    "Everything public on one page, by module."
+    lines = ["---", "title: All names", "description: Everything public, by module, in the order in which modules build on each other", "search: false", "---", ""]
+    modules = {}
+    for module, name, text, path in found: modules.setdefault((module, path), []).append((name, text))
+    for (module, path), entries in modules.items():
+        lines += ["", f"## [anchor_nb.{module}](/{pages[path]}.ipynb) {{#{module}}}", "", "::: {.names}", "| | |", "|---|---|"]
+        lines += [f"| [`{name}`](/{pages[path]}.ipynb#{module}.{name}) | {escaped(text, table=True)} |" for name, text in entries] + [":::"]
+    return "\n".join(lines) + "\n"
