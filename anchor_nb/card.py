@@ -17,6 +17,7 @@ from statistics import fmean
 from . import __version__
 from .recipe import RECIPES, default, paper
 from .redaction import without_secrets
+from .corpora import resolve_model
 from .files import write_text
 from .ledger import read_json, read_rows
 from .tables import by_seed, comparable, expected_vs_obtained, last_steps
@@ -72,6 +73,7 @@ def gather(model: str,            # run folder, model folder or snapshot
            *, name: str = "", license: str = "", language: str = "", licences: dict = None, label: str = "", checked: dict = None) -> About: # as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
     runs, place = lineage(model), Path(ledger) if ledger else None
+    if not runs: resolve_model(str(model)) # FileNotFoundError where nothing is
     if place is None and runs and (runs[-1].folder.parent/"ledger.jsonl").is_file(): place = runs[-1].folder.parent
     if place is not None and place.is_dir(): place = place/"ledger.jsonl"
     rows = comparable(read_rows(place)) if place else []

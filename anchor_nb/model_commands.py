@@ -114,13 +114,14 @@ def push(folder: Annotated[str, typer.Argument(help="what `anchor-nb export` has
 
 # %% ../nbs/17d_model_commands.ipynb #42bbf6d5
 @app.command("serve", rich_help_panel=USE)
-def serve(model: Model, corpus: Annotated[str, typer.Argument(help="JSONL, parquet, a BEIR folder, a kept index, or one of the built-in corpora")],
-          beside: Annotated[str, typer.Option("--beside", help="a second model, whose ranks are shown beside")] = "",
-          host: Annotated[str, typer.Option(help="who can reach it; 0.0.0.0: everybody in the network")] = "127.0.0.1", port: Annotated[int, typer.Option(help="0: any free one")] = 8000,
-          k: Annotated[int, typer.Option("--k", help="texts of each model")] = 10, index: Annotated[str, typer.Option("--index", help="keep the encoded corpus in this folder, and use it the next time")] = ""):
-    "A search page on this machine, for one model or two side by side."
+def serve(models_and_corpus: Annotated[list[str], typer.Argument(metavar="MODEL [MODEL] CORPUS", help=f"one or two models ({MODEL_HELP}), then the corpus: JSONL, parquet, an evaluation set, shards of `anchor-nb encode`, a kept index, or one of ours, such as wiki or toy")],
+          host: Annotated[str, typer.Option(help="address to listen at; the page has no password, so another one than this machine's own is warned of")] = "127.0.0.1",
+          port: Annotated[int, typer.Option(help="0: any free one")] = 8000, k: Annotated[int, typer.Option("--k", help="results of each model, unless the visitor says otherwise")] = 10,
+          keep: Annotated[str, typer.Option(help="folder in which the encoded corpus is kept, so that the page is there at once the next time")] = "",
+          max_length: Annotated[int, typer.Option(help="tokens of a text; 0: what the checkpoint says")] = 0, device: Annotated[str, typer.Option(help="such as cuda:1 or cpu; empty: a GPU where there is one")] = ""):
+    "A search page in the browser: a corpus ranked by one model, or by two side by side. Ctrl-C ends it."
     from anchor_nb.serving import serve
-    with readable_errors(): serve([model, *([beside] if beside else [])], corpus, host, port, k, keep=index)
+    with readable_errors(): serve(models_and_corpus[:-1], models_and_corpus[-1], host, port, k, keep=keep, max_length=max_length, device=device)
 
 # %% ../nbs/17d_model_commands.ipynb #bafac5be
 @app.command("merge", rich_help_panel=USE)

@@ -252,7 +252,7 @@ def app(rankers: list,                  # of `Ranker`, one or two, over the same
     Search, Decode = questions(limits, len(rankers))
     answer_errors(api)
     documents = len(rankers[0].index.ids)
-    models = [dict(name=ranker.name, about=ranker.about, writes=ranker.writes) for ranker in rankers]
+    models = [dict(name=ranker.name, about=ranker.about, writes=ranker.writes, takes_instruction=ranker.takes_instruction) for ranker in rankers]
     about = dict(corpus=corpus.name, documents=documents, models=models, instruction=corpus.instruction, examples=corpus.examples, k=min(k, limits.hits), limits=asdict(limits))
 
     @api.get("/health")

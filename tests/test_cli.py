@@ -89,6 +89,13 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["submit", "stage1", "-p", "step=5"], "did you mean steps?"),
     (["encode", "nowhere", "--out", "vectors", "-p", "shard_row=9"], "did you mean shard_rows?"),
     (["encode", "nowhere", "--out", "vectors", "-p", "shard_rows=many"], "give shard_rows as int"),
+    (["search", "tiny", "nowhere.jsonl", "who?"], "nowhere.jsonl"),
+    (["decode", "tiny", "a text", "--direction", "sideways"], "choose q2d"),
+    (["export", "runs/no/such", "out"], "runs/no/such"),
+    (["export", "tiny", "out", "-p", "length=5"], "there are pooling, max_length, bidirectional, kind"),
+    (["card", "runs/no/such"], "runs/no/such"),
+    (["push", "nowhere", "me/mine"], "nowhere"),
+    (["serve", "tiny", "nowhere"], "nowhere"),
     (["encode", "nowhere", "--out", "vectors", "--dtype", "int4"], "choose one of float32, float16, int8, binary"),
 ])
 def test_a_mistake_is_one_message_and_nothing_starts(words, message, tmp_path, monkeypatch):
@@ -162,6 +169,7 @@ def test_every_training_run_is_complete_and_its_steps_are_counted(smoke):
     for name in ("stage1", "anchor", "baseline"):
         assert runs.read_manifest(folder/"runs/all"/name)["status"] == "complete"
         assert [row["step"] for row in rows(folder/"runs/all"/name/"metrics.jsonl")] == [1, 2, 3, 4]
+        assert "image/png" in (folder/"runs/all/notebooks"/f"{name}.ipynb").read_text(), "the executed notebook shows its figure"
     assert {"untrained", "stage1", "anchor", "baseline", "bm25"} <= {row["label"] for row in rows(folder/"runs/all/ledger.jsonl")}
 
 

@@ -189,7 +189,7 @@ def test_from_a_shell_until_it_is_interrupted():
         line = process.stdout.readline()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+  toy, 86 texts, tiny; Ctrl-C ends it\n", line), line + process.stderr.read()
         about = httpx.get(line.split()[0] + "/api/about").json()
-        assert about["models"] == [dict(name="tiny", about="64 dimensions", writes=False)] and about["documents"] == 86
+        assert about["models"] == [dict(name="tiny", about="64 dimensions", writes=False, takes_instruction=True)] and about["documents"] == 86
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
     finally:

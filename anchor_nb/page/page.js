@@ -212,6 +212,7 @@ try {
   about = await ask("api/about");
   at("about").textContent = `${about.corpus} · ${plural(about.documents, "text")}`;
   at("instruction").value = about.instruction;
+  at("instruction").parentNode.hidden = !about.models.some(model => model.takes_instruction);
   at("k").append(...[...new Set([about.k, 5, 10, 20, 50, 100])].sort((a, b) => a - b).filter(n => n <= about.limits.hits).map(n => new Option(n, n, n === about.k, n === about.k)));
   at("examples").append(...about.examples.map(text => make("li", {}, make("button", { type: "button" }, text))));
   at("switch").append(...about.models.map(model => make("button", { type: "button" }, model.name)));
