@@ -100,8 +100,10 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes", "on")
 
 def weight_dtype(precision: str = "auto") -> torch.dtype:
-    "The type weights are kept in: fp32, but for `pure_bf16`, and `fp64` for exact comparisons."
-    return {"pure_bf16": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
+    "The type weights are kept in: fp32, but for `pure_bf16`, and `fp64` for exact comparisons; ValueError for another name."
+    kinds = dict(auto=torch.float32, fp32=torch.float32, bf16=torch.float32, pure_bf16=torch.bfloat16, fp64=torch.float64)
+    if precision not in kinds: raise ValueError(f"precision={precision!r}; choose one of {', '.join(kinds)}")
+    return kinds[precision]
 
 def wants_autocast(precision: str = "auto") -> bool:
     "Whether matrix products run in bf16 over fp32 weights."

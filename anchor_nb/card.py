@@ -17,9 +17,8 @@ from statistics import fmean
 from . import __version__
 from .recipe import RECIPES, default, paper
 from .redaction import without_secrets
-from .corpora import resolve_model
 from .files import write_text
-from .ledger import read_json, read_rows
+from .ledger import read_rows
 from .tables import by_seed, comparable, expected_vs_obtained, last_steps
 from .lineage import commands, data_sets, foundation, lineage, merged_parts, public
 from .usage import code, exported_facts, usage
@@ -72,8 +71,9 @@ def gather(model: str,            # run folder, model folder or snapshot
            out: str = "",         # the exported folder; empty: not exported
            *, name: str = "", license: str = "", language: str = "", licences: dict = None, label: str = "", checked: dict = None) -> About: # as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
+    from anchor_nb.embedder import find_model
     runs, place = lineage(model), Path(ledger) if ledger else None
-    if not runs: resolve_model(str(model)) # FileNotFoundError where nothing is
+    if not runs: find_model(str(model)) # FileNotFoundError where nothing is
     if place is None and runs and (runs[-1].folder.parent/"ledger.jsonl").is_file(): place = runs[-1].folder.parent
     if place is not None and place.is_dir(): place = place/"ledger.jsonl"
     rows = comparable(read_rows(place)) if place else []
@@ -253,7 +253,7 @@ def citation() -> str: # BibTeX
     "How to cite the paper."
     about = paper()["paper"]
     return code(f'''
-@inproceedings{{su-etal-2025-training,
+@inproceedings{{su2025anchor,
   title = {{{about["title"]}}},
   author = {{Su, Chang and Shi, Dengliang and Huang, Siyuan and Du, Jintao and Meng, Changhua and Cheng, Yu and Wang, Weiqiang and Lin, Zhouhan}},
   booktitle = {{Proceedings of the 2025 Conference on Empirical Methods in Natural Language Processing}},
@@ -283,7 +283,7 @@ def parameters(manifest: dict) -> int:
 def summary(about: About) -> str:
     "What the model is, in a few sentences."
     facts = f" It turns a text of at most {about.facts['layout']['max_length']} tokens into {about.facts['dimension']} numbers (pooling: {about.facts['pooling']}{', attention in both directions' if about.facts['bidirectional'] else ''}{', normalised to length 1' if about.facts['normalize'] else ''}{', stored as ' + about.facts['dtype'] if about.facts['dtype'] else ''})." if about.facts else ""
-    if not about.runs: return f"The model {about.base['name']}, as anchor_nb {__version__} reads it.{facts}"
+    if not about.runs: return f"This is {about.base['name']}, as anchor_nb {__version__} reads it.{facts}"
     stages = tuple(run.manifest["stage"] for run in about.runs)
     size = f" of {parameters(about.runs[-1].manifest):,} parameters" if about.runs and about.runs[-1].manifest.get("parameters") else "" # of each part too
     made = {("stage1",): "one stage: bidirectional reconstruction", ("stage2",): "one stage: contrastive learning", ("stage1", "stage2"): "two stages: bidirectional reconstruction, which makes the state at [EOS] carry the whole text, then contrastive learning"}.get(stages, f"{len(about.runs)} stages")
@@ -323,6 +323,7 @@ def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", 
     about = dict(ledger=str(ledger), name=name or Path(out).name, license=license, language=language, licences=licences, label=label)
     gather(str(model), **about)
     facts = export.export(str(model), str(out), **options)
-    checked = export.check(str(model), str(out)) if check else None
-    card = write_text(Path(out)/"README.md", model_card(model, out=out, checked=checked, **about))
+    card = write_text(Path(out)/"README.md", model_card(model, out=out, **about)) # a check may run out of memory, and the folder is whole without it
+    checked = export.check(str(model), str(out), options.get("kind", "")) if check else None
+    if check: write_text(card, model_card(model, out=out, checked=checked, **about))
     return facts | dict(card=str(card)) | (dict(checked=checked) if check else {})

@@ -110,6 +110,7 @@ def write_weights(embedder: AnchorEmbedder, folder: Path, dtype: str, head: bool
     model = embedder.lm if head else trunk_of(embedder.lm)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     write_json(folder/"config.json", for_all_readers(read_json(folder/"config.json") | dict(dtype=dtype), dimensions))
+    for file in folder.glob("*.safetensors"): file.chmod((folder/"config.json").stat().st_mode) # or only its owner could read it
 
 # %% ../nbs/11_export.ipynb #fb66e622
 def write_parts(embedder: AnchorEmbedder, folder: Path, prompts: dict, default: str | None = None):
@@ -262,12 +263,13 @@ def allowed_difference(model: str, out: Path) -> float: # of one number of a vec
 
 def check(model: str, # what was exported
           out: str,   # where to
+          kind: str = "", # as for the export
          ) -> dict:   # largest differences: queries, documents, truncated, right_padding, left_padding; largest, allowed, other_tokens, same
     "Compare an exported folder with the model, through sentence-transformers, on the CPU."
     from sentence_transformers import SentenceTransformer
     facts, out = read_json(Path(out)/LAYOUT_FILE), Path(out).resolve()
     said, longest = facts["exported"]["instructions"], facts["layout"]["max_length"]
-    embedder = load_for_export(model, "keep_eos", pooling=facts["pooling"], max_length=longest, bidirectional=facts["bidirectional"])
+    embedder = load_for_export(model, "keep_eos", pooling=facts["pooling"], max_length=longest, bidirectional=facts["bidirectional"], kind=kind)
     peer = SentenceTransformer(str(out), device="cpu", model_kwargs=dict(dtype=torch.float32))
     long, found = [LONG*(longest//8 + 1), SHORT[0]], {}
     for padding in ("right", "left") if getattr(embedder.lm.config, "rope_parameters", None) else ("right",):

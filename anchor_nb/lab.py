@@ -13,7 +13,7 @@ from .files import write_text
 from .provenance import package_folder
 
 # %% ../nbs/16j_lab.ipynb #b9ec164f
-PARTS = ("tutorials", "stages", "results/local", "benchmarks/results")
+PARTS = ("tutorials", "stages", "results/local", "results/ablations", "benchmarks/results")
 
 def checkout() -> Path | None: # its folder nbs
     "The notebooks of the checkout that this package runs from; None where it is installed."

@@ -38,7 +38,7 @@ def open_lab(context: typer.Context, folder: Annotated[str, typer.Option("--fold
 @app.command("search", rich_help_panel=USE)
 def search(model: Model, corpus: Annotated[str, typer.Argument(help="JSONL, parquet, a BEIR folder, shards of `anchor-nb encode`, or a kept index")],
            queries: Annotated[list[str], typer.Argument(help="one or more")],
-           k: Annotated[int, typer.Option("--k", help="texts for each query")] = 10, instruction: Annotated[str, typer.Option(help="of the task, for queries")] = "",
+           k: Annotated[int, typer.Option("--k", "-k", help="texts for each query")] = 10, instruction: Annotated[str, typer.Option(help="of the task, for queries")] = "",
            index: Annotated[str, typer.Option("--index", help="keep the index in this folder, and use it the next time")] = "",
            texts: Annotated[str, typer.Option(help="of shards: the corpus they were made from")] = "",
            field: Annotated[str, typer.Option(help="of a row: its text; default: text, with the title before it")] = "", id_field: Annotated[str, typer.Option(help="of a row: its id")] = "",
@@ -114,9 +114,9 @@ def push(folder: Annotated[str, typer.Argument(help="what `anchor-nb export` has
 
 # %% ../nbs/17d_model_commands.ipynb #42bbf6d5
 @app.command("serve", rich_help_panel=USE)
-def serve(models_and_corpus: Annotated[list[str], typer.Argument(metavar="MODEL [MODEL] CORPUS", help=f"one or two models ({MODEL_HELP}), then the corpus: JSONL, parquet, an evaluation set, shards of `anchor-nb encode`, a kept index, or one of ours, such as wiki or toy")],
+def serve(models_and_corpus: Annotated[list[str], typer.Argument(metavar="MODEL [MODEL] CORPUS", help=f"one or two models ({MODEL_HELP}), then the corpus: JSONL, parquet, an evaluation set, a kept index, or one of ours, such as wiki or toy")],
           host: Annotated[str, typer.Option(help="address to listen at; the page has no password, so another one than this machine's own is warned of")] = "127.0.0.1",
-          port: Annotated[int, typer.Option(help="0: any free one")] = 8000, k: Annotated[int, typer.Option("--k", help="results of each model, unless the visitor says otherwise")] = 10,
+          port: Annotated[int, typer.Option(help="0: any free one")] = 8000, k: Annotated[int, typer.Option("--k", "-k", help="results of each model, unless the visitor says otherwise")] = 10,
           keep: Annotated[str, typer.Option(help="folder in which the encoded corpus is kept, so that the page is there at once the next time")] = "",
           max_length: Annotated[int, typer.Option(help="tokens of a text; 0: what the checkpoint says")] = 0, device: Annotated[str, typer.Option(help="such as cuda:1 or cpu; empty: a GPU where there is one")] = ""):
     "A search page in the browser: a corpus ranked by one model, or by two side by side. Ctrl-C ends it."

@@ -177,8 +177,9 @@ def rebuild_all(jobs: list, settings, instructions: dict, instructions_id: str =
             except Exception as error:
                 failed.append((job.candidate.label, job.candidate.step, f"reconstruction:{task.metadata.name}", f"{type(error).__name__}: {error}"))
                 say(f"{who}: FAILED, {failed[-1][-1]}")
-            embedder = None
-            free()
+            finally:
+                embedder = None
+                free()
     return failed
 
 def rebuilt_table(rows: list): # -> pandas.DataFrame

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANIFEST', 'Found', 'by_faiss', 'by_torch', 'check_vectors', 'search', 'weights_hash', 'identity', 'refuse_other',
-           'Hit', 'Index', 'save', 'load', 'read_corpus', 'from_shards', 'check_corpus', 'open_index', 'search_corpus']
+           'Hit', 'Index', 'save', 'load', 'read_corpus', 'from_shards', 'is_shards', 'check_corpus', 'open_index',
+           'search_corpus']
 
 # %% ../nbs/11c_search.ipynb #5fd08e98
 import json
@@ -18,13 +19,14 @@ import torch
 from torch.nn import functional as F
 from . import __version__
 from .files import damage, replace_folder, seal, write_text
+from .ledger import read_json
 from .attention import is_causal
 from .embedder import AnchorEmbedder
 from .encoding import Encoding, corpus_sources, entries, model_files, open_encoded, survey
 
 # %% ../nbs/11c_search.ipynb #4d2d1b0a
 class Found(NamedTuple):
-    "The nearest documents of some queries, the best first; equal scores in the order of the corpus."
+    "The nearest documents of some queries, the best first; among equal scores any comes first."
     scores: np.ndarray  # [queries, k] fp32; cosines where the vectors have length 1
     numbers: np.ndarray # [queries, k] int64, rows of the corpus
 
@@ -199,9 +201,14 @@ def from_shards(cls, embedder: AnchorEmbedder,
 Index.from_shards = classmethod(from_shards)
 
 # %% ../nbs/11c_search.ipynb #324f4b94
+def is_shards(folder: str) -> bool: # other folders have a manifest.json too
+    "Whether `anchor-nb encode` has written a folder."
+    path = Path(folder)/"manifest.json"
+    return path.is_file() and "shards" in read_json(path)
+
 def check_corpus(corpus: str):
     "Whether a corpus, shards or an index are there, before a model is loaded; FileNotFoundError or ValueError."
-    if not any((Path(corpus)/name).is_file() for name in (MANIFEST, "manifest.json")): corpus_sources(corpus)
+    if not (Path(corpus)/MANIFEST).is_file() and not is_shards(corpus): corpus_sources(corpus)
 
 def open_index(embedder: AnchorEmbedder,
                corpus: str,           # a corpus as for `anchor-nb encode`, a folder of its shards, or a saved index
@@ -210,8 +217,11 @@ def open_index(embedder: AnchorEmbedder,
                field: str = "", id_field: str = "", truncate_dim: int = 0, show_progress_bar: bool = False,
               ) -> Index:
     "An index of what lies at a path; ValueError where `keep` holds an index of another corpus."
-    if (Path(corpus)/MANIFEST).is_file(): return Index.load(embedder, corpus)
-    if (Path(corpus)/"manifest.json").is_file(): return Index.from_shards(embedder, corpus, texts, truncate_dim)
+    stored = (Path(corpus)/MANIFEST).is_file()
+    idle = [name for name, value in dict(keep=keep, field=field, id_field=id_field, **dict(texts=texts, truncate_dim=truncate_dim) if stored else {}).items() if value]
+    if idle and (stored or is_shards(corpus)): raise ValueError(f"{corpus} holds vectors already, for which {idle[0]} says nothing; leave it out, or name the corpus itself")
+    if stored: return Index.load(embedder, corpus)
+    if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
     documents, contents = read_corpus(corpus, field, id_field)
     if keep and (Path(keep)/MANIFEST).is_file():
         index = Index.load(embedder, keep)

@@ -118,9 +118,10 @@ def find_corpus(corpus: str,          # what `search.open_index` takes, or one o
                 longest: int = 80,    # characters of such a question, so that it fits on a button
                ) -> Corpus:
     "What is to be searched; FileNotFoundError or ValueError when it cannot be."
-    from anchor_nb.search import check_corpus
+    from anchor_nb.search import check_corpus, is_shards
     path = build_corpus(corpus)/"eval" if corpus in CORPORA and not Path(corpus).exists() else Path(corpus)
     if not path.exists(): raise FileNotFoundError(f"{corpus} is not there; give a file or folder as for anchor-nb encode, or one of {', '.join(CORPORA)}")
+    if is_shards(str(path)): raise ValueError(f"{corpus} holds vectors and no texts to show; give the corpus itself, and a folder to keep its vectors in")
     check_corpus(str(path))
     if not (path/"task.json").is_file(): return Corpus(str(path), path.stem)
     task = read_retrieval(path)
@@ -220,6 +221,7 @@ def answer_errors(api): # a FastAPI application
     api.add_exception_handler(HTTPException, lambda _, error: said(error.status_code, str(error.detail), **(error.headers or {})))
     api.add_exception_handler(RequestValidationError, invalid)
     api.add_exception_handler(Busy, lambda *_: said(503, "too many questions at once; try again in a moment", **{"Retry-After": "2"}))
+    api.add_exception_handler(ValueError, lambda _, error: said(422, str(error)[:200]))
     api.add_exception_handler(Exception, lambda *_: said(500, "something went wrong in the server; its log says what"))
 
 # %% ../nbs/16h_serving.ipynb #800701d2

@@ -23,7 +23,7 @@ from .recipe import RECIPES
 from .preset_files import methods, presets
 from .redaction import hide, secret_values
 from .stage import read_pairs, read_parameter_file
-from .runs import checked, declared, read_json, stage_notebook
+from .runs import checked, declared, own_defaults, read_json, stage_notebook
 
 # %% ../nbs/17_shell.ipynb #91c5d48f
 @contextmanager
@@ -41,8 +41,8 @@ def gather(stage: str,        # a stage
            pairs: list,       # texts like "steps=100"
           ) -> dict:          # name -> value, weakest source first
     "The parameters that differ from the notebook's own values."
-    weakest = full_preset(preset, stage) if preset else {}
-    return {**weakest, **(read_parameter_file(file) if file else {}), **read_pairs(pairs)}
+    given = {**(read_parameter_file(file) if file else {}), **read_pairs(pairs)}
+    return (full_preset(preset, stage) if preset else own_defaults(stage, given)) | given
 
 # %% ../nbs/17_shell.ipynb #95b3e973
 START, DATA, TRAIN = "Start here", "Texts and pairs", "Train"

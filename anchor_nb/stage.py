@@ -17,7 +17,7 @@ from .recipe import RECIPES
 from .preset_files import preset
 from .redaction import hide, secret_values
 from .run_folder import locked
-from .runs import checked, fail_run, finish_run, notebook_defaults, now, stage_notebook, start_run
+from .runs import checked, fail_run, finish_run, notebook_defaults, now, own_defaults, stage_notebook, start_run
 
 # %% ../nbs/15g_stage.ipynb #a62c5c99
 def read_pairs(pairs: list, # texts like "steps=100"
@@ -52,8 +52,8 @@ def parse(arguments: list): # -> argparse.Namespace
 def recipe_of(stage: str,      # stage1 or stage2
               given: dict,     # parameter -> value, as YAML or a shell gives it
              ):                # -> `Stage1` or `Stage2`
-    "The recipe that the stage's notebook would make; ValueError names what is wrong."
-    return RECIPES[stage](**notebook_defaults(RECIPES[stage]) | checked(stage_notebook(stage), given))
+    "The recipe that the command line would make; ValueError names what is wrong."
+    return RECIPES[stage](**notebook_defaults(RECIPES[stage]) | own_defaults(stage, given) | checked(stage_notebook(stage), given))
 
 def parameters(asked) -> dict: # name -> value
     "What the command line says, weakest source first."

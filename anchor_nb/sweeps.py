@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -327,18 +328,19 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
               dry_run: bool = False, # only print the graph
               every: float = 0,    # seconds between two looks; 0: 1 here, 15 at a queue
              ) -> dict:            # done, failed: node -> reason, skipped, ledger
-    "Run all arms of a sweep, in the main thread; ValueError or FileNotFoundError before anything starts. Failures are reported in the result."
+    "Run all arms of a sweep; ValueError or FileNotFoundError before anything starts. Failures are reported in the result."
     root = Path(out or "runs/sweeps")
     nodes, arms = plan_sweep(read_sweep(name), root)
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:
         with locked(root, "sweep"):
-            before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) # so that what runs is asked to stop
+            main = threading.current_thread() is threading.main_thread() # signals are its own
+            before = main and signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) # so that what runs is asked to stop
             runner = Processes(root/"jobs", at_once) if slurm is None else Queue(root/"jobs", slurm, at_once)
             try: state = drive(nodes, arms, runner, root, every or (1 if slurm is None else 15))
             finally:
                 runner.stop()
-                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+                if main: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     count = lambda *which: sum(now in which for now in state.values())
     return dict(done=count("done"), skipped=count("skipped"), waiting=count("waiting"), failed=reasons(state, nodes, root), ledger=str(root/"ledger.jsonl"))

@@ -15,7 +15,7 @@ import pytest
 from browser import chromium, free_port, open_page  # noqa: F401 (fixtures)
 
 from anchor_nb.corpora import build_corpus, resolve_model
-from anchor_nb.lab import copy_notebooks, lab_command
+from anchor_nb.lab import copy_notebooks, lab_command, notebook_files
 
 NO_QUESTIONS = {"@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
                 "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"}}  # or cells out of sight are not in the page
@@ -61,6 +61,12 @@ def lab(folder):
     finally:
         server.terminate()
         server.wait(20)
+
+
+def test_whatever_a_tutorial_reads_is_copied_with_it():
+    names, root = notebook_files(), Path(__file__).resolve().parent.parent/"nbs/tutorials"
+    read = {found for path in root.glob("*.ipynb") for found in re.findall(r'["\']\.\./((?:results|benchmarks)/[\w./-]+)', path.read_text().replace('\\"', '"'))}
+    assert len(read) > 2 and not (missing := [found for found in read if not any(name.startswith(found) for name in names)]), missing
 
 
 def test_an_installed_copy_offers_the_same_files(tmp_path, monkeypatch):
