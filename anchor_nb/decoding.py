@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from .packing import cut_by_tokens, flat, pack
-from .attention import is_causal
 from .backbone import run_packed, trunk_of
 from .pooling import pack_texts
 from .forms import as_texts

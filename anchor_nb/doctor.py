@@ -219,7 +219,7 @@ def check_smoke() -> Check:
 def found_by(name: str, check, *arguments) -> Check:
     "The finding of a check, without secrets; its failure where it broke."
     try: found = check(*arguments)
-    except Exception as error: found = Check(name, "fail", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", f"fix this first; if it is a mystery, report it with the output of `anchor-nb doctor --json`")
+    except Exception as error: found = Check(name, "fail", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", "fix this first; if it is a mystery, report it with the output of `anchor-nb doctor --json`")
     return Check(*without_secrets(list(found)))
 
 def gpu_count() -> int:
