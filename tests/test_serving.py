@@ -274,14 +274,19 @@ def test_a_server_that_is_gone_is_told(open_page, rankers, corpus):
     page.problems.clear() # the browser's own words about it
 
 
-def test_a_question_asked_before_the_page_knows_anything(open_page, url):
+@pytest.mark.parametrize("before", ["asked", "typed"])
+def test_a_question_before_the_page_knows_anything(open_page, url, before):
     page, held = open_page(), []
     page.route("**/api/about", lambda route: held.append(route))
     page.goto(url)
     page.fill("#query", "Who has\nwool?")
-    page.press("#query", "Enter")
-    assert page.url.endswith("#q=Who+has%0Awool%3F") and held
+    if before == "asked":
+        page.press("#query", "Enter")
+        assert page.url.endswith("#q=Who+has%0Awool%3F")
+    assert held, "the page waits for what it has to know"
     held[0].continue_()
+    page.wait_for_selector("#examples button", state="attached")
+    if before == "typed": page.press("#query", "Enter")
     page.wait_for_selector(".hit")
     assert page.input_value("#query") == "Who has\nwool?" and page.inner_text("h2 >> nth=1") == "second"
 

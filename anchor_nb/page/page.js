@@ -144,7 +144,6 @@ async function remember(query, instruction, turn) { // one after another: the se
 
 async function search(query) {
   const turn = ++last, instruction = at("instruction").value.trim();
-  at("query").value = query;
   document.title = query ? `${query} · anchor_nb` : "Search · anchor_nb";
   document.body.classList.toggle("asked", Boolean(query));
   at("welcome").hidden = Boolean(query) || !about.examples.length;
@@ -165,6 +164,7 @@ async function search(query) {
 const asked = () => new URLSearchParams(location.hash.slice(1)).get("q")?.trim() ?? ""; // behind #, so the browser sends it to nobody
 function go(query) {
   const hash = query ? `#${new URLSearchParams({ q: query })}` : "";
+  at("query").value = query;
   if (hash !== location.hash) history.pushState(null, "", hash || location.pathname);
   if (about) search(query); // else the page asks as soon as it knows what there is
 }
@@ -173,7 +173,7 @@ function go(query) {
 
 at("ask").addEventListener("submit", event => { event.preventDefault(); go(at("query").value.trim()); });
 at("query").addEventListener("input", count);
-addEventListener("popstate", () => search(asked()));
+addEventListener("popstate", () => { at("query").value = asked(); if (about) search(asked()); });
 at("examples").addEventListener("click", event => { if (event.target.matches("button")) { go(event.target.textContent); at("query").focus(); } });
 at("switch").addEventListener("click", event => { const n = [...at("switch").children].indexOf(event.target); if (n >= 0) show(n); });
 at("results").addEventListener("click", event => { if (event.target.matches(".more")) unfold(event.target.closest(".hit")); });
@@ -216,5 +216,6 @@ try {
   at("k").append(...[...new Set([about.k, 5, 10, 20, 50, 100])].sort((a, b) => a - b).filter(n => n <= about.limits.hits).map(n => new Option(n, n, n === about.k, n === about.k)));
   at("examples").append(...about.examples.map(text => make("li", {}, make("button", { type: "button" }, text))));
   at("switch").append(...about.models.map(model => make("button", { type: "button" }, model.name)));
+  at("query").value = asked() || at("query").value; // what was typed in the meantime stays
   await search(asked());
 } catch (error) { tell(error.message); }
