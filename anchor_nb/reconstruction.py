@@ -24,6 +24,7 @@ class DecodeRules:
     target_template: bool = False   # template and instruction are targets too: the authors' code
     target_eos: bool = True         # [EOS] is a target; false in the authors' code
     hide_template: bool = False     # template and instruction are no attention keys: the authors' code
+    anchor_scale: float = 1.0       # the anchor is multiplied by it; paper: the state as it is
 
 class Decoded(NamedTuple):
     "One text as the decoding pass sees it."
@@ -162,19 +163,19 @@ class Anchor:
     def counts(self, pairs: list) -> list: return count_targets(pairs, self.rules, self.eos)
     def lengths(self, pairs: list) -> list: return [len(query.ids) + len(document.ids) for query, document in pairs]
     def pack(self, pairs: list) -> ReconstructionBatch: return pack_pairs(pairs, self.rules, self.eos)
-    def loss(self, lm, batch: ReconstructionBatch, totals: Tensor) -> tuple: return reconstruction_loss(lm, batch, totals, self.alpha, self.pooling, self.chunk)
+    def loss(self, lm, batch: ReconstructionBatch, totals: Tensor) -> tuple: return reconstruction_loss(lm, batch, totals, self.alpha, self.pooling, self.chunk, self.rules.anchor_scale)
 
 # %% ../nbs/07_reconstruction.ipynb #66a9e862
 def reconstruction_loss(lm,             # a causal language model from `load_backbone`
                         batch: ReconstructionBatch,
                         totals: Tensor, # [2] targets of Q2D and D2Q in the whole global batch
-                        alpha: float = 0.2, pooling: str = "eos", chunk: int = 0,
+                        alpha: float = 0.2, pooling: str = "eos", chunk: int = 0, scale: float = 1.0, # of the anchors
                        ) -> tuple:      # (loss, [2] loss in nats per token of each direction)
     "This micro-batch's share of the global loss; shares add up."
     n, tokens, trunk = batch.documents, len(batch.encode.ids), trunk_of(lm)
     embeddings = lm.get_input_embeddings()(torch.cat([batch.encode.ids, batch.decode.ids])) # once: each lookup's gradient is as large as the vocabulary
     anchors = vectors(lm, batch.encode, pooling, embeddings[:tokens])
-    decode = embeddings[tokens:].index_copy(0, batch.decode.starts[:-1].long(), anchors.to(embeddings.dtype))
+    decode = embeddings[tokens:].index_copy(0, batch.decode.starts[:-1].long(), (scale*anchors).to(embeddings.dtype))
     hidden = run_packed(trunk, batch.decode, decode, batch.visible, causal=True).index_select(0, batch.rows)
     q2d, d2q = totals.double()
     share = torch.stack([alpha/q2d, (1 - alpha)/d2q])
