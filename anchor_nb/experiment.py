@@ -134,7 +134,7 @@ def answers(rows: list,            # of `query_rows`
     return [Answer(claim, compared[claim.name], seeds[claim.name], verdict(seeds[claim.name].values(), compared[claim.name], margin)) for claim in claims]
 
 def answer_table(found: list): # of `Answer` -> DataFrame of text
-    "The answers to read: differences in points, with 95 % intervals."
+    "The answers to read: differences in points, with Holm's intervals over queries and 95 % ones over seeds."
     import pandas as pd
     minus = lambda text: text.replace("-", "\N{MINUS SIGN}")
     span = lambda mean, low, high: minus(f"{100*mean:+.1f} [{100*low:+.1f}, {100*high:+.1f}]")
