@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KEPT', 'COLOURS', 'query_rows', 'without_tracebacks', 'keep_results', 'Claim', 'arm_scores', 'differences_of',
            'by_queries', 'by_training_seed', 'verdict', 'seeds_needed', 'Answer', 'answers', 'answer_table',
-           'draw_answer', 'answers_figure']
+           'draw_answer', 'answers_figure', 'planned_claims', 'paper_differences']
 
 # %% ../nbs/16k_experiment.ipynb #17fb4b81
 import json
@@ -18,6 +18,7 @@ from .figures import _finish, _panels, _style
 from .files import write_text
 from .ledger import read_rows
 from .measurement import load_evaluation
+from .recipe import paper
 from .scoring import evaluation_file
 from .significance import holm, over_seeds
 from .tables import comparable
@@ -63,6 +64,7 @@ class Claim:
     better: str    # an arm
     worse: str     # another
     step: int = 0  # of both; 0: each one's last
+    def __str__(self): return f"{self.name}: {self.better} \N{MINUS SIGN} {self.worse}" + (f", step {self.step}" if self.step else "")
 
 def arm_scores(rows: list, # of `query_rows`
                label: str, step: int = 0,
@@ -141,8 +143,7 @@ def answer_table(found: list): # of `Answer` -> DataFrame of text
     lines = {}
     for one in found:
         around, values = over_seeds(one.seeds.values()), one.seeds.values()
-        lines[one.claim.name] = {"compared": f"{one.claim.better} \N{MINUS SIGN} {one.claim.worse}" + (f", step {one.claim.step}" if one.claim.step else ""),
-            "over queries": span(one.queries.mean, one.queries.low, one.queries.high), "over seeds": span(around.mean, around.low, around.high),
+        lines[str(one.claim)] = {"over queries": span(one.queries.mean, one.queries.low, one.queries.high), "over seeds": span(around.mean, around.low, around.high),
             "each seed": minus(", ".join(f"{100*value:+.1f}" for value in values)), "seeds needed": str(seeds_needed(values) or "over 1000"), "verdict": one.verdict}
     return pd.DataFrame.from_dict(lines, orient="index")
 
@@ -161,10 +162,8 @@ def draw_answer(axes, line: int, one: Answer, theirs):
 def answers_figure(found: list,          # of `Answer`
                    theirs: dict = None,  # name of a claim -> the paper's difference, in points
                    margin: float = 0.02, # the same as for the verdicts
-                   names: dict = None,   # name of a claim -> text before it
-                   widest: float = 60,   # points shown to either side; intervals over few seeds can be wider
                   ):
-    "Differences of all claims with both intervals; ValueError without a claim."
+    "Differences of all claims with both intervals, those over seeds as far as the dots reach; ValueError without a claim."
     if not found: raise ValueError("no answers to draw; give the claims to `answers`")
     with _style():
         figure, ((axes,),) = _panels(1, 1, 7.6, 0.8 + 0.42*len(found))
@@ -172,7 +171,23 @@ def answers_figure(found: list,          # of `Answer`
         axes.axvline(0, color="#999999", linewidth=1)
         for line, one in enumerate(found): draw_answer(axes, line, one, (theirs or {}).get(one.claim.name))
         reach = max(100*abs(value) for one in found for value in (*one.seeds.values(), one.queries.low, one.queries.high)) + 3
-        axes.set(yticks=range(len(found)), yticklabels=[(names or {}).get(one.claim.name, f"{one.claim.name}: {one.claim.better} \N{MINUS SIGN} {one.claim.worse}") for one in found],
-                 ylim=(len(found) - 0.5, -0.5), xlim=(-min(widest, 1.3*reach), min(widest, 1.3*reach)), xlabel="difference in points; dots: seeds, thick: over queries, thin: over seeds" + ("; diamond: the paper" if theirs else ""))
+        axes.set(yticks=range(len(found)), yticklabels=[str(one.claim) for one in found], ylim=(len(found) - 0.5, -0.5), xlim=(-reach, reach), xlabel="difference in points; dots: seeds, thick: over queries, thin: over seeds" + ("; diamond: the paper" if theirs else ""))
         axes.grid(axis="y", visible=False)
         return _finish(figure)
+
+# %% ../nbs/16k_experiment.ipynb #ed6cdd99
+def planned_claims(early: int): # step of stage II for H2 -> list of `Claim`
+    "The comparisons of `paper/plan`, in its order."
+    return [Claim("H1", "anchor", "baseline"), Claim("H2", "anchor", "baseline", early),
+            Claim("H3a", "anchor", "only query-to-document"), Claim("H3b", "anchor", "only document-to-query"),
+            Claim("H4", "stage I alone", "untrained"), Claim("H5", "anchor", "baseline, same compute"),
+            Claim("H6", "anchor", "all parameters, same compute"), Claim("H7", "anchor", "language modelling"), Claim("H8", "anchor", "strangers")]
+
+def paper_differences() -> dict: # name of a planned claim -> points
+    "What the paper reports for the planned claims, with Llama-3.2-1B."
+    stages, directions = paper()["table10_stages_subset15"]["llama-3.2-1b"], paper()["table3_objectives_llama-3.2-1b_mteb56"]
+    steps, early = paper()["table5_steps_llama-3.2-1b_subset15"], paper()["table9_early_stage2_subset15"]["llama-3.2-1b"]
+    whole = directions["anchor (alpha 0.2)"]["Average"]
+    return dict(H1=stages["stage1+stage2"] - stages["stage2_only"], H2=early["anchor"][0] - early["baseline"][0],
+                H3a=whole - directions["only_q2d (alpha 1)"]["Average"], H3b=whole - directions["only_d2q (alpha 0)"]["Average"],
+                H4=stages["stage1_only"] - stages["unsupervised"], H5=steps["stage I 2000 + stage II 1000 steps"] - steps["stage II only, 3000 steps"])

@@ -152,7 +152,7 @@ CARDS = [("tutorials/quickstart", "tutorials/evaluation", "Start here", "From a 
          ("tutorials/own_data", "stages/prepare", "Your own data", "Pairs of your own: checked, mined for negatives, trained on, evaluated."),
          ("stages/stage1", "", "The stages", "Each step of the recipe is a notebook with typed parameters that Jupyter, papermill and a shell run alike."),
          ("reconstruction", "", "The library", "Every module is a notebook: the equation, the idea, the code, the assertion."),
-         ("paper/tables", "", "The paper's tables", "Every score the paper prints beside ours, and plain words where it was not run."),
+         ("paper/results", "paper/tables", "Does it help?", "The paper's claim asked again with controls and seeds, every table and figure beside the paper's."),
          ("names", "", "All names", "Every public function and class by module, with what it does.")]
 
 
