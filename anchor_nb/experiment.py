@@ -112,7 +112,7 @@ def verdict(seeds,          # one difference a training seed
 def seeds_needed(values,           # differences, one a training seed
                  most: int = 1000, # beyond it nothing is said
                 ):                 # -> int, or None
-    "So many training seeds of this spread would give a t interval without zero."
+    "With so many training seeds of this mean and spread a t interval would just leave out zero."
     from scipy.stats import t
     mean, spread = abs(fmean(values)), stdev(values)
     return next((n for n in range(2, most + 1) if t.ppf(0.975, n - 1) * spread / math.sqrt(n) < mean), None)
@@ -156,7 +156,7 @@ def draw_answer(axes, line: int, one: Answer, theirs):
     axes.plot([100*around.low, 100*around.high], [line, line], color=colour, linewidth=1, gid=f"{one.claim.name} seeds")
     axes.plot([100*one.queries.low, 100*one.queries.high], [line, line], color=colour, linewidth=5, alpha=0.45, solid_capstyle="butt", gid=f"{one.claim.name} queries")
     axes.plot([100*value for value in one.seeds.values()], [line]*len(one.seeds), "o", color=colour, markersize=4.5, markeredgecolor="white", markeredgewidth=0.6, gid=one.claim.name)
-    if theirs is not None: axes.plot(theirs, line, "D", color="white", markeredgecolor="#333333", markersize=5.5, gid=f"{one.claim.name} paper")
+    if theirs is not None: axes.plot(theirs, line + 0.25, "D", color="white", markeredgecolor="#333333", markersize=4.5, gid=f"{one.claim.name} paper")
     axes.annotate(one.verdict, (1.01, line), xycoords=("axes fraction", "data"), color=colour, va="center", fontsize=8.5, annotation_clip=False)
 
 def answers_figure(found: list,          # of `Answer`
@@ -171,7 +171,7 @@ def answers_figure(found: list,          # of `Answer`
         axes.axvline(0, color="#999999", linewidth=1)
         for line, one in enumerate(found): draw_answer(axes, line, one, (theirs or {}).get(one.claim.name))
         reach = max(100*abs(value) for one in found for value in (*one.seeds.values(), one.queries.low, one.queries.high)) + 3
-        axes.set(yticks=range(len(found)), yticklabels=[str(one.claim) for one in found], ylim=(len(found) - 0.5, -0.5), xlim=(-reach, reach), xlabel="difference in points; dots: seeds, thick: over queries, thin: over seeds" + ("; diamond: the paper" if theirs else ""))
+        axes.set(yticks=range(len(found)), yticklabels=[str(one.claim) for one in found], ylim=(len(found) - 0.5, -0.5), xlim=(-reach, reach), xlabel="points; dots: seeds, thick: over queries, thin: over seeds" + ("; diamond: paper" if theirs else ""))
         axes.grid(axis="y", visible=False)
         return _finish(figure)
 

@@ -183,12 +183,13 @@ def rebuild_all(jobs: list, settings, instructions: dict, instructions_id: str =
     return failed
 
 def rebuilt_table(rows: list): # -> pandas.DataFrame
-    "The latest reconstructions of a ledger, a row for each model, task and direction; losses in nats per token, the others in per cent."
+    "The latest reconstructions of a ledger, a row for each model (and seed, if there are several), task and direction; losses in nats per token, the others in per cent."
     import pandas
     table = pandas.DataFrame([row for row in rows if row.get("type") == "Reconstruction"])
     table[["metric", "direction"]] = table["metric"].str.rsplit("_", n=1, expand=True).values
     table["value"] = table["value"].where(table["metric"].str.startswith("loss"), 100 * table["value"])
-    return table.pivot_table(index=["label", "step", "task", "direction"], columns="metric", values="value", aggfunc="last", sort=False)
+    seeds = ["training_seed"] if table.groupby("label")["training_seed"].nunique().max() > 1 else []
+    return table.astype({"training_seed": object}).fillna({"training_seed": "none"}).pivot_table(index=["label", "step", *seeds, "task", "direction"], columns="metric", values="value", aggfunc="last", sort=False)
 
 # %% ../nbs/15b_scoring.ipynb #53c5a532
 def plain_mean(values: list): # of numbers or None
