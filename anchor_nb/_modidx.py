@@ -496,6 +496,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'anchor_nb.evaluation.number_type': ('evaluation.html#number_type', 'anchor_nb/evaluation.py'),
                                       'anchor_nb.evaluation.of_one': ('evaluation.html#of_one', 'anchor_nb/evaluation.py'),
                                       'anchor_nb.evaluation.revision': ('evaluation.html#revision', 'anchor_nb/evaluation.py'),
+                                      'anchor_nb.evaluation.shortened': ('evaluation.html#shortened', 'anchor_nb/evaluation.py'),
                                       'anchor_nb.evaluation.slug': ('evaluation.html#slug', 'anchor_nb/evaluation.py'),
                                       'anchor_nb.evaluation.weights_of': ('evaluation.html#weights_of', 'anchor_nb/evaluation.py')},
             'anchor_nb.experiment': { 'anchor_nb.experiment.Answer': ('experiment.html#answer', 'anchor_nb/experiment.py'),

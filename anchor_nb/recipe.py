@@ -277,7 +277,7 @@ class Mine(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Recipe):
     "Score models and their snapshots on benchmarks and tasks of mteb, into the ledger."
-    models: dict = setting({}, "label: run folder, model folder, hub id or short name; a list of them for several seeds; or a dictionary with model, library, pooling, template, kind, adapter, bidirectional", "figure 3: untrained, stage I, stage II, both")
+    models: dict = setting({}, "label: run folder, model folder, hub id or short name; a list of them for several seeds; or a dictionary with model, library, pooling, template, truncate_dim, kind, adapter, bidirectional", "figure 3: untrained, stage I, stage II, both")
     benchmark: str = setting("", "a benchmark by name, such as local, paper15, paper56 or beir14; `anchor-nb benchmarks` lists them", "paper: MTEB, 56 tasks, and a subset of 15")
     tasks: list = setting([], "tasks by name, and folders of evaluation sets")
     out: str = setting("", "folder of the ledger, the values of the single queries and mteb's results", how=True)

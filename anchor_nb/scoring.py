@@ -12,7 +12,7 @@ import gc, hashlib, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import data_id, rows_of
-from .evaluation import Candidate, extras, load, revision, slug
+from .evaluation import Candidate, extras, load, revision, shortened, slug
 from .measurement import Evaluation, evaluate_task, load_evaluation, loaded, save_evaluation
 from .sources import pick
 from .runs import append_rows, new_manifest, now, peak_memory
@@ -25,7 +25,7 @@ def ledger_rows(found: Evaluation,
                 **common,        # what all rows of this run share: seed, max_length, benchmark, evaluation
                ) -> list:        # of dictionaries, the main metric first
     "One row a metric, in the ledger's format."
-    how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling, template=candidate.template, **extras(candidate), **common)
+    how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling, template=candidate.template, **extras(candidate), **shortened(candidate), **common)
     if candidate.library == "bm25": how |= dict(max_length=0, instructions="none") # it reads whole texts, and no instructions
     about = dict(label=candidate.label, step=candidate.step, task=found.task, type=found.type)
     where = dict(queries=found.queries, documents=found.documents, data=found.data, model=model, manifest=candidate.manifest,

@@ -347,6 +347,14 @@ def test_an_evaluation_uses_the_prompts_that_a_checkpoint_brings(tmp_path):
     assert abs(queries - documents).max() > 1e-3
 
 
+def test_an_evaluation_cuts_the_vectors_of_both_libraries_alike(tmp_path):
+    "The first numbers, at length 1 again."
+    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True))
+    whole = sides(Candidate("x", folder))
+    for library in ("anchor_nb", "sentence-transformers"):
+        for one, short in zip(whole, sides(Candidate("x", folder, library=library, truncate_dim=8))): same(short, one[:, :8]/np.linalg.norm(one[:, :8], axis=1, keepdims=True), 1e-5)
+
+
 def test_how_a_checkpoint_is_loaded_can_be_said_to_an_evaluation(tmp_path):
     "What the files do not tell: its kind, which way it looks, a further adapter."
     grit, (first, second) = gritlm_folder(tmp_path/"grit"), llm2vec_folders(tmp_path)
