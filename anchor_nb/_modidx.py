@@ -1123,6 +1123,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_nb/reconstruction.py'),
                                           'anchor_nb.reconstruction.ReconstructionBatch.tokens': ( 'reconstruction.html#reconstructionbatch.tokens',
                                                                                                    'anchor_nb/reconstruction.py'),
+                                          'anchor_nb.reconstruction.before_norm': ( 'reconstruction.html#before_norm',
+                                                                                    'anchor_nb/reconstruction.py'),
                                           'anchor_nb.reconstruction.chunk_loss': ( 'reconstruction.html#chunk_loss',
                                                                                    'anchor_nb/reconstruction.py'),
                                           'anchor_nb.reconstruction.count_targets': ( 'reconstruction.html#count_targets',

@@ -36,12 +36,12 @@ def check_writer(embedder: AnchorEmbedder):
 @torch.inference_mode()
 def anchors_of(embedder: AnchorEmbedder,
                texts: list,  # of `prompts.Tokens`, from `embedder.formatter`
-               scale: float = 1.0, # `DecodeRules.anchor_scale`; 1: that of the states
+               rules: DecodeRules = DecodeRules(), # how they are taken; the default: the states as they are
               ) -> Tensor:   # [texts, hidden] on the embedder's device
     "The anchors of formatted texts, as the decoding pass of stage I has them."
     pieces = cut_by_tokens([len(text.ids) for text in texts], embedder.micro_tokens)
-    found = [vectors(embedder.lm, pack_texts([texts[n] for n in piece]).to(embedder.device), embedder.pooling) for piece in pieces]
-    return scale*torch.cat(found)[torch.tensor([n for piece in pieces for n in piece]).argsort().to(embedder.device)]
+    found = [vectors(embedder.lm, pack_texts([texts[n] for n in piece]).to(embedder.device), embedder.pooling, norm=rules.anchor_norm) for piece in pieces]
+    return rules.anchor_scale*torch.cat(found)[torch.tensor([n for piece in pieces for n in piece]).argsort().to(embedder.device)]
 
 # %% ../nbs/07c_decoding.ipynb #599bc7a3
 def rules_of(path: str,        # run folder, model folder, hub id or short name
@@ -126,7 +126,7 @@ def decode_from_anchor(embedder,                  # an `AnchorEmbedder`, or what
     check_writer(embedder)
     if not texts: return []
     rules, asks = rules or DecodeRules(), direction == "q2d"
-    anchors = anchors_of(embedder, embedder.formatter(list(texts), instruction if asks else ""), rules.anchor_scale)
+    anchors = anchors_of(embedder, embedder.formatter(list(texts), instruction if asks else ""), rules)
     how = dict(given=given_tokens(embedder, rules, "" if asks else instruction), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, hide_given=rules.hide_template)
     read = lambda ids: embedder.formatter.tokenizer.decode(ids, skip_special_tokens=True).strip()
     drawn = [read(ids) for ids in write(embedder, anchors, samples=samples, **how)] if samples else []
@@ -214,7 +214,7 @@ def remembered(embedder: AnchorEmbedder,
     generation_libraries(); check_writer(embedder)
     wrong, found = others(len(pairs), seed), {}
     sides = [embedder.formatter(list(texts), asked) for texts, asked in zip(zip(*pairs), (instruction, ""))]
-    anchors = [anchors_of(embedder, texts, rules.anchor_scale) for texts in sides]
+    anchors = [anchors_of(embedder, texts, rules) for texts in sides]
     most = min(max_new_tokens, 1 + max(len(text.content) for texts in sides for text in texts))
     written = [write(embedder, anchors[side], given_tokens(embedder, rules, asked), max_new_tokens=most, hide_given=rules.hide_template) for side, asked in ((0, ""), (1, instruction))]
     for direction, (source, target) in DIRECTIONS.items():

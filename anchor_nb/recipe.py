@@ -147,6 +147,7 @@ class Stage1(Training):
     target_eos: bool = setting(True, "the closing [EOS] is a target", "ours; false in the authors' code")
     hide_template: bool = setting(False, "when the sequence is decoded, template and instruction are no attention keys", "ours; true by accident in the authors' code")
     anchor_scale: float = setting(1.0, "the anchor is multiplied by this where a text is decoded from it", "paper: the state as it is")
+    anchor_norm: bool = setting(True, "the anchor is the state behind the model's final norm, as the embedding is; false: before it", "the authors' code: behind it")
     objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, lm, mntp and simcse; empty: anchor alone", "paper: anchor; ebae and ebar are LLaMA2Vec's, llara is its released form, mntp is LLM2Vec's, lm is a control")
     pairing: str = setting("own", "own: each query with its document; strangers: with another row's, a control", "paper: own", ("own", "strangers"))
     masked_fraction: float = setting(0.2, "mntp: share of a text's tokens that are masked", "LLM2Vec: 0.2, for Mistral 0.8")
@@ -171,6 +172,7 @@ class Stage1(Training):
             (not self.temperature > 0, f"temperature must be over 0, it is {self.temperature}"),
             (not self.anchor_scale > 0, f"anchor_scale must be over 0, it is {self.anchor_scale}"),
             (self.anchor_scale != 1 and "anchor" not in names, "anchor_scale needs the objective anchor"),
+            (not self.anchor_norm and "anchor" not in names, "anchor_norm=false needs the objective anchor"),
             (not 0 <= self.alpha <= 1, f"alpha must lie in [0, 1], it is {self.alpha}"),
             (content and self.target_template, "target_template needs decode_from=sequence"),
             (content and self.hide_template, "hide_template needs decode_from=sequence")]

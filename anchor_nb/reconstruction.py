@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['DecodeRules', 'Decoded', 'decoded', 'ReconstructionBatch', 'pack_pairs', 'count_targets', 'chunk_loss', 'HeadLoss',
-           'head_loss', 'vectors', 'Anchor', 'reconstruction_loss', 'Reconstruction']
+           'head_loss', 'before_norm', 'vectors', 'Anchor', 'reconstruction_loss', 'Reconstruction']
 
 # %% ../nbs/07_reconstruction.ipynb #068079bd
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
@@ -25,6 +26,7 @@ class DecodeRules:
     target_eos: bool = True         # [EOS] is a target; false in the authors' code
     hide_template: bool = False     # template and instruction are no attention keys: the authors' code
     anchor_scale: float = 1.0       # the anchor is multiplied by it; paper: the state as it is
+    anchor_norm: bool = True        # the anchor is the state behind the final norm, as the embedding is; false: before it
 
 class Decoded(NamedTuple):
     "One text as the decoding pass sees it."
@@ -137,13 +139,22 @@ def head_loss(hidden: Tensor,  # [targets, hidden]
         return HeadLoss.apply(hidden, weight, targets, wanted, chunk or (2048 if kind == "cuda" else 1024), compute)
 
 # %% ../nbs/07_reconstruction.ipynb #05239080
+@contextmanager
+def before_norm(trunk: nn.Module):
+    "A block in which the states that leave a decoder are those that enter its final norm; ValueError for a decoder that calls it otherwise."
+    if not isinstance(norm := getattr(trunk, "norm", None), nn.Module): raise ValueError(f"{type(trunk).__name__} has no part called norm, before which a state could be taken; set anchor_norm=true")
+    hook = norm.register_forward_hook(lambda module, entering, leaving: entering[0])
+    try: yield
+    finally: hook.remove()
+
 def vectors(lm, packed: Packed, # texts packed by `pack_texts`
             pooling: str = "eos",
             embeddings: Tensor | None = None, # [tokens, hidden] instead of looking up the ids
+            norm: bool = True,  # behind the final norm; false: before it
            ) -> Tensor:         # [texts, hidden]
     "One vector for each text, with gradient; for [EOS], the last layer runs there alone."
-    short = needs_last_only(pooling)
-    states = run_packed(trunk_of(lm), packed, embeddings, only_last=short)
+    short, trunk = needs_last_only(pooling), trunk_of(lm)
+    with nullcontext() if norm else before_norm(trunk): states = run_packed(trunk, packed, embeddings, only_last=short)
     return states if short else pool_states(pooling, states, packed)
 
 # %% ../nbs/07_reconstruction.ipynb #f6d0efb5
@@ -163,19 +174,19 @@ class Anchor:
     def counts(self, pairs: list) -> list: return count_targets(pairs, self.rules, self.eos)
     def lengths(self, pairs: list) -> list: return [len(query.ids) + len(document.ids) for query, document in pairs]
     def pack(self, pairs: list) -> ReconstructionBatch: return pack_pairs(pairs, self.rules, self.eos)
-    def loss(self, lm, batch: ReconstructionBatch, totals: Tensor) -> tuple: return reconstruction_loss(lm, batch, totals, self.alpha, self.pooling, self.chunk, self.rules.anchor_scale)
+    def loss(self, lm, batch: ReconstructionBatch, totals: Tensor) -> tuple: return reconstruction_loss(lm, batch, totals, self.alpha, self.pooling, self.chunk, self.rules)
 
 # %% ../nbs/07_reconstruction.ipynb #66a9e862
 def reconstruction_loss(lm,             # a causal language model from `load_backbone`
                         batch: ReconstructionBatch,
                         totals: Tensor, # [2] targets of Q2D and D2Q in the whole global batch
-                        alpha: float = 0.2, pooling: str = "eos", chunk: int = 0, scale: float = 1.0, # of the anchors
+                        alpha: float = 0.2, pooling: str = "eos", chunk: int = 0, rules: DecodeRules = DecodeRules(), # how the anchors are taken
                        ) -> tuple:      # (loss, [2] loss in nats per token of each direction)
     "This micro-batch's share of the global loss; shares add up."
     n, tokens, trunk = batch.documents, len(batch.encode.ids), trunk_of(lm)
     embeddings = lm.get_input_embeddings()(torch.cat([batch.encode.ids, batch.decode.ids])) # once: each lookup's gradient is as large as the vocabulary
-    anchors = vectors(lm, batch.encode, pooling, embeddings[:tokens])
-    decode = embeddings[tokens:].index_copy(0, batch.decode.starts[:-1].long(), (scale*anchors).to(embeddings.dtype))
+    anchors = rules.anchor_scale*vectors(lm, batch.encode, pooling, embeddings[:tokens], rules.anchor_norm)
+    decode = embeddings[tokens:].index_copy(0, batch.decode.starts[:-1].long(), anchors.to(embeddings.dtype))
     hidden = run_packed(trunk, batch.decode, decode, batch.visible, causal=True).index_select(0, batch.rows)
     q2d, d2q = totals.double()
     share = torch.stack([alpha/q2d, (1 - alpha)/d2q])

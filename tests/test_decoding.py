@@ -109,14 +109,14 @@ def test_checkpoints_of_both_stages_write_by_the_rules_of_stage_one(chain):
     assert given_tokens(embedder, DecodeRules(), asked) == []
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.1])
-def test_the_loss_of_a_first_step_is_found_again(tmp_path, scale):
+@pytest.mark.parametrize("how", [dict(), dict(anchor_scale=0.1), dict(anchor_norm=False)], ids=str)
+def test_the_loss_of_a_first_step_is_found_again(tmp_path, how):
     "One step over all of a small data set: what the trainer logs is what `remembered` says of the untrained model."
     pairs = [(f"query {n}", f"document {n} is longer " * (n + 1)) for n in range(4)]
     (tmp_path/"few.jsonl").write_text("".join(json.dumps(dict(query=q, positive=d, negatives=[])) + "\n" for q, d in pairs))
-    train(recipe(Stage1, tmp_path/"run", data=str(tmp_path/"few.jsonl"), steps=1, global_batch=4, instructions="none", max_length=64, anchor_scale=scale))
-    assert rules_of(str(tmp_path/"run")).anchor_scale == scale
-    found = remembered(AnchorEmbedder.from_pretrained("tiny", max_length=64), pairs, rules=DecodeRules(anchor_scale=scale), max_new_tokens=4)
+    train(recipe(Stage1, tmp_path/"run", data=str(tmp_path/"few.jsonl"), steps=1, global_batch=4, instructions="none", max_length=64, **how))
+    assert rules_of(str(tmp_path/"run")) == DecodeRules(**how)
+    found = remembered(AnchorEmbedder.from_pretrained("tiny", max_length=64), pairs, rules=DecodeRules(**how), max_new_tokens=4)
     for name in ("loss_q2d", "loss_d2q"): assert found[name] == pytest.approx(rows(tmp_path/"run")[0][name], rel=1e-5)
 
 

@@ -151,7 +151,7 @@ def assert_changes(stage, usual, switch, tmp_path):
 
 SEQUENCE = dict(decode_from="sequence")
 SWITCHES1 = [({}, dict(truncation="cut_eos")), ({}, dict(target_eos=False)), ({}, SEQUENCE), (SEQUENCE, dict(target_template=True)), (SEQUENCE, dict(hide_template=True)),
-             ({}, dict(schedule_steps=100)), ({}, dict(schedule="constant")), ({}, dict(precision="pure_bf16")), ({}, dict(alpha=0.8)), ({}, dict(anchor_scale=0.1)), ({}, dict(weight_decay=0.5)),
+             ({}, dict(schedule_steps=100)), ({}, dict(schedule="constant")), ({}, dict(precision="pure_bf16")), ({}, dict(alpha=0.8)), ({}, dict(anchor_scale=0.1)), ({}, dict(anchor_norm=False)), ({}, dict(weight_decay=0.5)),
              ({}, dict(template="plain")), ({}, dict(eos="<|endoftext|>")), ({}, dict(instruction_format="{instruction}: {text}")), ({}, dict(instructions="none")), ({}, dict(seed=1))]
 
 
