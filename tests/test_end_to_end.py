@@ -6,7 +6,7 @@ import pytest
 
 from anchor_nb.embedder import AnchorEmbedder
 from anchor_nb.runs import frame, read_json, run_stage
-from common import rows
+from common import rows, toy_pairs
 
 
 def stages(out: Path, model: str, corpus: str, common: dict, evaluate: dict):
@@ -42,6 +42,14 @@ def test_tiny_model_on_two_processes(tmp_path):
     again = (tmp_path/"stage1"/"model"/"model.safetensors").stat().st_mtime_ns
     run_stage("stage1", dict(processes=2, steps=4, global_batch=8, warmup_steps=1, max_length=48, save_steps=2, model="tiny", data=f"{tmp_path}/data/pairs", out=f"{tmp_path}/stage1"), log=False)
     assert (tmp_path/"stage1"/"model"/"model.safetensors").stat().st_mtime_ns == again, "a finished run must be a cache hit"
+
+
+@pytest.mark.parametrize("objectives", [{"lm": 1.0}, {"mntp": 1.0, "ebar": 0.2}], ids=str)
+def test_stage_one_runs_to_its_last_cell_with_other_objectives(objectives, tmp_path):
+    "The notebook's figure draws whatever losses there are."
+    how = dict(objectives=objectives, bidirectional="mntp" in objectives, steps=2, global_batch=4, warmup_steps=1, max_length=32, save_steps=0)
+    run_stage("stage1", dict(how, model="tiny", data=toy_pairs(), out=f"{tmp_path}/run"), log=False)
+    assert len(rows(tmp_path/"run")) == 2
 
 
 @pytest.mark.registry
