@@ -169,7 +169,9 @@ class Anchor:
         self.eos, self.rules, self.alpha, self.pooling, self.chunk = eos, rules, alpha, pooling, chunk
         self.parts = dict(loss_q2d=alpha, loss_d2q=1 - alpha) # each loss that is logged, and its weight in the whole
 
-    def check(self, lm): check_head(lm)
+    def check(self, lm):
+        check_head(lm)
+        with nullcontext() if self.rules.anchor_norm else before_norm(trunk_of(lm)): pass # before a step is paid for
     def prepare(self, pairs: list, step: int) -> list: return pairs
     def counts(self, pairs: list) -> list: return count_targets(pairs, self.rules, self.eos)
     def lengths(self, pairs: list) -> list: return [len(query.ids) + len(document.ids) for query, document in pairs]
