@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'NEGATIVE', 'FEATURES', 'E5_FILES', 'pick_field', 'as_text', 'as_texts', 'teacher_scores',
            'parse_row', 'read_lines', 'read_table', 'open_table', 'parsed', 'find_sources', 'missing_files',
-           'file_hash', 'content_hash', 'parser_version', 'load_source', 'load_pairs', 'Batch', 'generator',
-           'permutation', 'Batches', 'check_sizes', 'Example', 'rotate', 'deal', 'characters', 'examples', 'strangers']
+           'file_hash', 'digest', 'known_digest', 'content_hash', 'hidden', 'parser_version', 'load_source',
+           'load_pairs', 'Batch', 'generator', 'permutation', 'Batches', 'check_sizes', 'Example', 'rotate', 'deal',
+           'characters', 'examples', 'strangers']
 
 # %% ../nbs/02_data.ipynb #ac7e4b4a
-import hashlib, json, math, re, shutil, warnings
+import hashlib, json, math, os, re, shutil, time, warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Iterator
@@ -134,14 +135,30 @@ def missing_files(names) -> list: # names of absent files
 # %% ../nbs/02_data.ipynb #f1c8991c
 def file_hash(path) -> str: # sha256
     "The sha256 of a file's content."
+    about = os.stat(path)
+    if time.time() - about.st_ctime < 2: return digest(path) # its next change might leave the same time
+    return known_digest(str(Path(path).resolve()), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+
+def digest(path) -> str: # sha256
+    "The sha256 of a file's content, read now."
     with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()
+
+@lru_cache(maxsize=100_000)
+def known_digest(path: str, *about) -> str: # about: what the system notes of a file; no copy can set its time of change (ctime)
+    "The sha256 of a file that has not changed since it was last read."
+    return digest(path)
 
 def content_hash(source: str) -> str: # sha256, or the fingerprint that `datasets` gives a hub's version
     "What tells one version of a source from another."
     if source.startswith("hf:"): return open_table(source)._fingerprint
     if Path(source).is_file(): return file_hash(source)
-    parts = [(file.name, file_hash(file)) for file in sorted(Path(source).rglob("*")) if file.is_file()]
+    names = [file.relative_to(source) for file in sorted(Path(source).rglob("*")) if file.is_file()]
+    parts = [(name.as_posix(), file_hash(Path(source)/name)) for name in names if not hidden(name)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+def hidden(name: Path) -> bool:
+    "Whether a file, or a folder above it, is hidden: a lock, a draft, a note of the file manager."
+    return any(part.startswith(".") for part in name.parts)
 
 def parser_version() -> str:
     "Changes when the code that reads a row does."

@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['LIBRARIES', 'OURS', 'OPTIONS', 'BM25', 'Candidate', 'extras', 'shortened', 'checkpoints', 'has_file', 'library_of',
-           'candidates', 'of_one', 'check_options', 'check_model', 'fingerprint', 'content_of', 'weights_of',
-           'number_type', 'revision', 'Encoder', 'slug', 'meta', 'load_anchor', 'load_sentence_transformer', 'load']
+           'candidates', 'of_one', 'check_options', 'check_model', 'fingerprint', 'weights_of', 'number_type',
+           'revision', 'Encoder', 'slug', 'meta', 'load_anchor', 'load_sentence_transformer', 'load']
 
 # %% ../nbs/12_evaluation.ipynb #392e6f77
 import hashlib, json
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 import numpy as np
 from .corpora import BUILT_MODELS, MODELS, hub_configured
 from .foreign import KINDS, WHOLE_BEGINNING
+from .identity import ENGINE, engine_of
 
 # %% ../nbs/12_evaluation.ipynb #1fc93ae3
 @dataclass(frozen=True)
@@ -134,16 +134,8 @@ def check_model(source: str):
 def fingerprint(folder: Path, # a model folder, or one file
                ) -> str:      # 16 hexadecimal digits
     "A hash over names and contents of all files in a folder."
-    folder, total = Path(folder), hashlib.sha256()
-    for path in [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file()):
-        about = path.stat()
-        total.update(f"{path.relative_to(folder).as_posix()}\0{content_of(path.resolve(), about.st_size, about.st_mtime_ns)}\n".encode())
-    return total.hexdigest()[:16]
-
-@cache
-def content_of(path: Path, size: int, changed: int) -> str:
-    "The hash of a file's content, computed once for a size and time of change."
-    with path.open("rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()
+    from anchor_nb.data import content_hash
+    return content_hash(str(folder))[:16]
 
 def weights_of(source: str) -> str: # files of a folder, or the commit of a hub id
     "What identifies a model's files; an adapter's base is part of it."
@@ -172,10 +164,11 @@ def revision(candidate: Candidate,
             ) -> str:                   # 16 hexadecimal digits; for BM25 its version
     "The identity of a candidate's vectors."
     from importlib.metadata import version
-    if candidate.library == "bm25": return f"bm25s {version('bm25s')}, PyStemmer {version('PyStemmer')}"
+    if candidate.library == "bm25":
+        return f"bm25s {version('bm25s')}, PyStemmer {version('PyStemmer')}, scoring {ENGINE['scoring']}"
     ours = candidate.library == "anchor_nb"
     parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling, template=candidate.template,
-                 max_length=max_length, instructions=instructions, rerank=rerank_documents_instructed, dtype=number_type(devices) if ours else "float32")
+                 max_length=max_length, instructions=instructions, rerank=rerank_documents_instructed, dtype=number_type(devices) if ours else "float32", engine=engine_of("evaluate"))
     more = extras(candidate) | shortened(candidate) | (dict(adapter=weights_of(candidate.adapter)) if candidate.adapter else {})
     return hashlib.sha256(json.dumps(parts | more, sort_keys=True).encode()).hexdigest()[:16]
 

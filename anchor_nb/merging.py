@@ -21,7 +21,7 @@ from .files import replace_folder, saving, write_text
 from .prompts import LAYOUT_FILE, Layout
 from .foreign import kind_of
 from .embedder import base_of, find_model, stored_facts
-from .provenance import content_at
+from .identity import content_at
 
 # %% ../nbs/13b_merging.ipynb #b772a477
 def slerp_slowly(a: list, b: list, t: float) -> list:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['package_folder', 'git', 'code_version', 'library_versions', 'gpu_names', 'processor', 'machine', 'file_facts',
-           'content_at', 'input_hashes', 'peak_memory', 'peak_gpu_memory']
+           'peak_memory', 'peak_gpu_memory']
 
 # %% ../nbs/09b_provenance.ipynb #66b92cd8
 import hashlib
@@ -77,19 +77,6 @@ def file_facts(path: Path, # any file
             digest.update(block)
             lines, size = lines + block.count(b"\n"), size + len(block)
     return dict(sha256=digest.hexdigest(), bytes=size, rows=lines)
-
-# %% ../nbs/09b_provenance.ipynb #67c0a0bc
-def content_at(path: str) -> str: # sha256; empty where there is no file or folder
-    "What lies at a path."
-    from anchor_nb.data import content_hash
-    return content_hash(path) if path and (Path(path).is_file() or Path(path).is_dir()) else ""
-
-def input_hashes(recipe,                      # a recipe
-                 names: tuple = ("data", "model"), # which of its parameters to look at
-                ) -> dict:                    # parameter -> sha256 of all that lies there
-    "The content of the files and folders that a recipe reads; what is no file or folder is left out."
-    found = {name: content_at(getattr(recipe, name, "")) for name in names}
-    return {name: sha256 for name, sha256 in found.items() if sha256}
 
 # %% ../nbs/09b_provenance.ipynb #65d512bf
 def peak_memory() -> int: # bytes

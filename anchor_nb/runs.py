@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LEFTOVERS', 'TYPES', 'notebook_defaults', 'own_defaults', 'command_line', 'settings_of', 'recipe_sha256', 'now',
            'new_manifest', 'differences', 'read_manifest', 'start_run', 'finish_run', 'fail_run', 'hashed_out',
-           'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal', 'StageError',
-           'reason_of', 'trace_of', 'handing_on', 'Hiding', 'execute', 'placed', 'run_stage']
+           'with_content', 'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal',
+           'StageError', 'reason_of', 'trace_of', 'handing_on', 'Hiding', 'execute', 'placed', 'run_stage']
 
 # %% ../nbs/15_runs.ipynb #eb365c67
 import ast
@@ -24,9 +24,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from . import __version__
+from .identity import engine_of, input_hashes, inputs_beside, inputs_of
 from .launch import environment
 from .ledger import append_rows, frame, read_json, read_rows, write_json, write_text
-from .provenance import code_version, file_facts, gpu_names, input_hashes, library_versions, machine, package_folder, peak_gpu_memory, peak_memory
+from .provenance import code_version, file_facts, gpu_names, library_versions, machine, package_folder, peak_gpu_memory, peak_memory
 from .recipe import RECIPES, as_dict, check_names, coerce, default, identity
 from .preset_files import preset
 from .run_folder import locked
@@ -75,8 +76,8 @@ def new_manifest(recipe, data: dict) -> dict:
     processes = int(os.environ.get("WORLD_SIZE", 0)) or here*int(os.environ.get("NNODES") or 1)
     return without_secrets(dict(
         stage=type(recipe).__name__.lower(), status="running", recipe=as_dict(recipe), recipe_sha256=recipe_sha256(recipe),
-        command=command_line(recipe), seed=getattr(recipe, "seed", None), world_size=processes, data=data or {}, inputs=input_hashes(recipe, ("model",)),
-        code=code_version(), versions=library_versions(), machine=machine(), starts=[now()]))
+        command=command_line(recipe), seed=getattr(recipe, "seed", None), world_size=processes, data=data or {}, inputs=inputs_beside(recipe, data),
+        engine=engine_of(type(recipe).__name__.lower()), code=code_version(), versions=library_versions(), machine=machine(), starts=[now()]))
 
 # %% ../nbs/15_runs.ipynb #5c21fbb5
 def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty when it is the same run
@@ -89,8 +90,13 @@ def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty 
     old = {path: facts["sha256"] for path, facts in manifest["data"].items()}
     new = {path: facts["sha256"] for path, facts in (data or {}).items()}
     found += [f"{path} has changed since" for path in sorted({**old, **new}) if old.get(path) != new.get(path)] if data else []
-    before = manifest.get("inputs", {})
-    return found + [f"the content of {name} {here[name]} has changed since" for name, sha256 in input_hashes(recipe, tuple(before)).items() if sha256 != before[name]]
+    before, inputs = manifest.get("inputs", {}), {".".join(map(str, at)): path for at, (_, path) in inputs_of(recipe).items()}
+    if not changed:
+        found += [f"the content of {name} {inputs[name]} has changed since"
+                  for name, sha256 in inputs_beside(recipe, data).items() if sha256 != before.get(name)]
+    made = manifest.get("engine", {})
+    return found + [f"it was made by {part} code {made.get(part, 'without a number')}, and this is {number}"
+                    for part, number in engine_of(stage).items() if made.get(part) != number]
 
 # %% ../nbs/15_runs.ipynb #683db1ed
 def read_manifest(out: Path, # a run folder
@@ -151,13 +157,21 @@ def fail_run(out: Path,      # a run folder, or any other
 
 # %% ../nbs/15_runs.ipynb #45df5a36
 def hashed_out(recipe,       # a recipe; its own `out` does not count
-               inputs: dict, # parameter -> hash, which then stands for it; from `input_hashes`
+               inputs: dict, # address -> hash, which then stands for the path there; from `input_hashes`
                root: Path,   # folder of all such runs
               ) -> Path:     # root/stage-HASH
     "The folder under `root` that belongs to this stage, these settings and these inputs."
-    stage, settings = type(recipe).__name__.lower(), {name: value for name, value in settings_of(recipe).items() if name not in inputs}
-    text = json.dumps([stage, __version__, settings, inputs], sort_keys=True).replace(f"{Path(root)}/", "@/")
+    stage, settings = type(recipe).__name__.lower(), settings_of(recipe)
+    for address, sha256 in inputs.items(): settings = with_content(settings, address, sha256)
+    text = json.dumps([stage, __version__, engine_of(stage), settings], sort_keys=True).replace(f"{Path(root)}/", "@/")
     return Path(root)/f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+def with_content(values, address: tuple, sha256: str): # -> the same, with a hash at the address
+    "Settings in which the content of a path stands in its place."
+    if not address or isinstance(values, str): return f"sha256:{sha256}"
+    first, rest = address[0], address[1:]
+    if isinstance(values, list): return [with_content(each, rest, sha256) if n == first else each for n, each in enumerate(values)]
+    return values | {first: with_content(values.get(first, ""), rest, sha256)}
 
 # %% ../nbs/15_runs.ipynb #39878f28
 def stage_folder() -> Path:

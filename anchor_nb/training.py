@@ -30,6 +30,7 @@ from .planning import plan_for
 from .run_folder import add_row, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint, number_of
 from .ranks import all_reduce, check_same_weights, is_share, load_optimizer, of_first_rank, shard, whole_optimizer, whole_state
 from .zero import incomplete, load_zero, whole_zero, zero_config
+from .identity import engine_of, inputs_beside
 from .guards import BUDGET, Stopping, check_finite, halving, kept_budget, listening
 from .callbacks import Progress, Snapshots, curves
 from .contrastive import Embedding, world
@@ -222,7 +223,7 @@ def with_adapter(lm, recipe: Training, checkpoint: Path | None, tokens: list): #
     return PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True)
 
 # %% ../nbs/09_training.ipynb #ae33a096
-def saver(recipe: Training, formatter: Formatter, data: dict): # -> a function of (module, folder)
+def saver(recipe: Training, formatter: Formatter, data: dict, beside: dict): # data, beside: content of what it reads; -> a function of (module, folder)
     "How this run writes a model: weights or adapter, tokenizer, layout."
     def save(module, folder: Path): # on every rank; the first one writes
         state = whole_state(module.lm, trained_only=recipe.lora_rank > 0) if any(map(is_share, module.parameters())) else None
@@ -230,19 +231,24 @@ def saver(recipe: Training, formatter: Formatter, data: dict): # -> a function o
         shutil.rmtree(folder, ignore_errors=True)
         module.lm.save_pretrained(folder, state_dict=state)
         formatter.tokenizer.save_pretrained(folder)
-        save_layout(folder, formatter.layout, pooling=recipe.pooling, bidirectional=recipe.bidirectional, stage=type(recipe).__name__.lower(), base=base, data=data, recipe=without_secrets(identity(recipe)))
+        save_layout(folder, formatter.layout, pooling=recipe.pooling, bidirectional=recipe.bidirectional, stage=type(recipe).__name__.lower(), base=base,
+                    data=data, inputs=beside, engine=engine_of(type(recipe).__name__.lower()), recipe=without_secrets(identity(recipe)))
     base = str(Path(recipe.model).resolve()) if Path(recipe.model).is_dir() else recipe.model
     return save
 
 # %% ../nbs/09_training.ipynb #dd8b0bc1
-def check_same_run(recipe: Training, data: dict):
-    "Refuse to go on from a checkpoint or a finished model of another recipe, or of other data."
+def check_same_run(recipe: Training, data: dict, beside: dict): # data, beside: content of what it reads
+    "Refuse to go on from a checkpoint or a finished model of another recipe, of other inputs, or of code that gives other results."
     for folder in [*checkpoints(recipe.out), Path(recipe.out)/"model"]:
         if not (folder/"anchor_nb.json").is_file(): continue
         try: before, here = json.loads((folder/"anchor_nb.json").read_text(encoding="utf-8")), without_secrets(json.loads(json.dumps(identity(recipe))))
         except ValueError: continue # damaged, which is said when it is to be resumed from
         if changed := [name for name in {**before["data"], **data} if before["data"].get(name) != data.get(name)]:
             raise ValueError(f"{folder} was trained on other content of {', '.join(changed)}; put the old files back, or choose another out")
+        if changed := [name for name, sha256 in beside.items() if before.get("inputs", {}).get(name) != sha256]:
+            raise ValueError(f"{folder} was made with another content of {', '.join(changed)}; put the old files back, or choose another out")
+        if before.get("engine") != engine_of(type(recipe).__name__.lower()):
+            raise ValueError(f"{folder} was made by a version of this package that trains otherwise; choose another out, or go on with that version")
         there = {f.name: default(f) for f in fields(recipe)} | before["recipe"] # a setting that is younger than the run had its default
         if changed := [f"{name} is {there[name]!r} there and {value!r} here" for name, value in here.items() if there[name] != value]:
             raise ValueError(f"{folder} is of another run: {'; '.join(changed)}; choose another out, or delete that folder to start over")
@@ -252,13 +258,14 @@ def train(recipe: Training # `Stage1` or `Stage2`
          ) -> dict:        # facts for the manifest
     "Run a training stage to its end; the finished model is in `<out>/model`."
     inputs, out = check_inputs(recipe), Path(recipe.out)
-    check_same_run(recipe, inputs.data)
+    beside = inputs_beside(recipe, inputs.data) if int(os.environ.get("RANK", 0)) == 0 else {} # the first rank reads and writes for all
+    check_same_run(recipe, inputs.data, beside)
     if (out/"model"/"facts.json").exists():
         drop_checkpoints(out, keep_every=recipe.keep_every) # of a run that was killed between its last two breaths
         return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
     args = training_arguments(recipe)
     with locked(out) if args.process_index == 0 else nullcontext():
-        save = saver(recipe, inputs.formatter, inputs.data)
+        save = saver(recipe, inputs.formatter, inputs.data, beside)
         checkpoint = of_first_rank(newest_checkpoint(out) if args.process_index == 0 else None)
         trainer = make_trainer(recipe, inputs, args, save, checkpoint)
         run_trainer(trainer, recipe, checkpoint)

@@ -90,7 +90,6 @@ def test_inputs_from_outside_count_with_their_content(tmp_path):
     (tmp_path/"pairs/a.jsonl").write_text('{"query": "a", "positive": "b"}\n')
     sweep = dict(preset="smoke", base={"prepare.corpora": [], "stage1.data": str(tmp_path/"pairs"), "evaluate.tasks": ["toy"]}, seeds=[], arms={}, grid=[])
     def name():
-        sweeps.content.cache_clear()
         return next(name for name in sweeps.plan_sweep(sweep, tmp_path/"root")[0] if name.startswith("stage1"))
     first = name()
     assert name() == first
