@@ -7,9 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import strategies as st
 
 from anchor_nb.corpora import build_corpus
+from anchor_nb.identity import ENGINE
 from anchor_nb.recipe import Stage1, Stage2, as_dict
 from anchor_nb.tasks import Retrieval
 
@@ -86,3 +88,18 @@ def shuffle(task, seed):
         random.Random(seed).shuffle(items)
         return dict(items)
     return Retrieval(task.name, task.instruction, mixed(task.corpus), mixed(task.queries), {q: mixed(j) for q, j in mixed(task.qrels).items()})
+
+
+PINNED = Path(__file__).with_name("pinned.json")
+
+
+def check_pinned(part: str, name: str, found: list, **tolerance):
+    "Compare with the numbers that this part of the engine gives; another result is another engine."
+    pinned = json.loads(PINNED.read_text(encoding="utf-8"))
+    own = pinned.setdefault(f"{part} {ENGINE[part]}", {})
+    if name not in own:
+        own[name] = found
+        PINNED.write_text(json.dumps(pinned, indent=1) + "\n", encoding="utf-8")
+        pytest.fail(f"wrote {name} of {part} {ENGINE[part]} into {PINNED.name}; look at it and commit it")
+    where = f"raise ENGINE[{part!r}] in 08o_identity if this change is meant: older results are not today's"
+    assert found == pytest.approx(own[name], **tolerance), where

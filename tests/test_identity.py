@@ -5,8 +5,10 @@ import re
 from dataclasses import fields
 
 import pytest
+from common import check_pinned
 
 from anchor_nb import ledger, runs, sweeps
+from anchor_nb.corpora import build_corpus
 from anchor_nb.data import content_hash
 from anchor_nb.identity import ENGINE, engine_of, input_hashes, inputs_of
 from anchor_nb.recipe import RECIPES, Stage2
@@ -165,3 +167,29 @@ def test_a_ledger_shows_what_was_asked_for_last(tmp_path):
         sweeps.gather(arm, each, root)
         assert shown() == value
     assert len(ledger.read_rows(root/"ledger.jsonl")) == 3, "nothing is written when nothing is hidden"
+
+
+# ---- what the engine gives today; another result needs another number in `ENGINE` ----
+
+def test_vectors_are_those_of_this_engine():
+    from anchor_nb.embedder import AnchorEmbedder
+    tiny = AnchorEmbedder.from_pretrained("tiny", max_length=16, device="cpu")
+    texts = ["a text", "a text that is longer than sixteen tokens, and so it is cut somewhere before this place", ""]
+    found = [tiny.encode(texts), tiny.encode(texts, "Find it")]
+    check_pinned("encoding", "tiny", [round(float(x), 7) for each in found for x in each[:, :4].ravel()], abs=1e-5)
+
+
+def test_scores_are_those_of_this_engine(tmp_path):
+    from anchor_nb import benchmarks, evaluation, measurement
+    task, = benchmarks.find_tasks("", [str(build_corpus("toy")/"eval")])
+    found = {}
+    for source in ("bm25", "tiny"):
+        candidate = evaluation.Candidate(source, source, library=evaluation.library_of(source))
+        encoder = evaluation.load(candidate, evaluation.revision(candidate), instructions={task.metadata.name: "Find it"})
+        found |= {f"{source} {name}": value for name, value in measurement.evaluate_task(encoder, task, tmp_path).metrics.items()}
+    check_pinned("scoring", "toy", [found[name] for name in sorted(found)], abs=1e-4)
+
+
+def test_corpora_are_those_of_this_engine():
+    "The content as a number, since that is what is compared."
+    check_pinned("corpora", "toy", [int(content_hash(str(build_corpus("toy")))[:12], 16)], rel=0)

@@ -12,10 +12,7 @@ from safetensors.torch import load_file
 
 from anchor_nb.recipe import Stage1, Stage2
 from anchor_nb.training import checkpoints
-from common import STAGES, recipe, rows, run, start, stop_after
-
-PINNED = Path(__file__).with_name("trajectories.json")
-
+from common import STAGES, check_pinned, recipe, rows, run, start, stop_after
 
 def assert_same_trajectory(one, other, tolerance):
     assert len(one) == len(other)
@@ -136,9 +133,7 @@ def test_pinned_trajectory(name, tmp_path):
     stage, settings = STAGES[name]
     run(recipe(stage, tmp_path/name, steps=20, precision="fp64", **settings))
     found = [row["loss"] for row in rows(tmp_path/name)]
-    pinned = json.loads(PINNED.read_text()) if PINNED.exists() else {}
-    if name not in pinned: PINNED.write_text(json.dumps(pinned | {name: found}, indent=1) + "\n"); pytest.fail(f"wrote {PINNED.name}; look at it and commit it")
-    assert found == pytest.approx(pinned[name], rel=1e-6)
+    check_pinned("training", name, found, rel=1e-6)
 
 
 def assert_changes(stage, usual, switch, tmp_path):
