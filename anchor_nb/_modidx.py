@@ -525,6 +525,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'anchor_nb.export.beginnings': ('export.html#beginnings', 'anchor_nb/export.py'),
                                   'anchor_nb.export.check': ('export.html#check', 'anchor_nb/export.py'),
                                   'anchor_nb.export.check_expressible': ('export.html#check_expressible', 'anchor_nb/export.py'),
+                                  'anchor_nb.export.compared': ('export.html#compared', 'anchor_nb/export.py'),
                                   'anchor_nb.export.export': ('export.html#export', 'anchor_nb/export.py'),
                                   'anchor_nb.export.for_all_readers': ('export.html#for_all_readers', 'anchor_nb/export.py'),
                                   'anchor_nb.export.gguf_note': ('export.html#gguf_note', 'anchor_nb/export.py'),

@@ -81,7 +81,7 @@ def gather(model: str,            # run folder, model folder or snapshot
     if label and label not in {row["label"] for row in rows}: raise ValueError(f"the ledger has no label {label!r}; it has {', '.join(sorted({row['label'] for row in rows})) or 'nothing'}")
     base = foundation(runs[0].manifest["recipe"]["model"] if runs else model)
     return About(name or Path(out or (runs[-1].folder if runs and not parts else model)).name, runs, base, data_sets(runs, licences), rows, load_per_query(rows, place.parent/"per_query") if place else {},
-                 label or (label_of(rows, runs, place and place.parent) if not parts else ""), step_of(model, runs), license or base["license"], language, [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in parts], exported_facts(out) if out else {}, checked)
+                 label or (label_of(rows, runs, place and place.parent) if not parts else ""), step_of(model, runs), license or base["license"], language, [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in parts], exported_facts(out, checked) if out else {}, checked)
 
 # %% ../nbs/16f_card.ipynb #0dd465ce
 def cell(value) -> str:
@@ -212,7 +212,8 @@ def data_section(about: About) -> str:
 def use_section(about: About) -> str:
     "How to load and call the model."
     if about.facts: return usage(about.name, about.facts, about.checked)
-    return "These weights were not exported. `anchor-nb export` writes them for sentence-transformers, vLLM and others; anchor_nb itself reads the run folder with `AnchorEmbedder.from_pretrained`."
+    return ("These weights were not exported. `anchor-nb export` writes them for sentence-transformers and, by their rules, "
+            "for servers; anchor_nb itself reads the run folder with `AnchorEmbedder.from_pretrained`.")
 
 # %% ../nbs/16f_card.ipynb #112a79f0
 def of_report(about: About) -> list: # of sentences
@@ -267,7 +268,7 @@ def front_matter(about: About) -> str: # YAML
     "What a hub reads."
     from huggingface_hub import ModelCardData
     hubs = [facts["hub"] for facts in about.data if facts["hub"]]
-    extra = ["sentence-transformers", *["text-embeddings-inference"] * about.facts["readers"]["tei"]["reads"]] if about.facts else []
+    extra = ["sentence-transformers"] if about.facts else [] # servers have tags too, but none was run
     kind = "finetune" if not about.facts.get("adapter") else "adapter" if len(about.runs) == 1 else "" # one on stage I is no adapter of the base
     relation = dict(base_model_relation=kind) if about.base["hub"] and about.runs and kind else {}
     data = ModelCardData(model_name=about.name.rpartition("/")[2], license=about.license or "other", license_name=None if about.license else "unknown", language=about.language.split(",") if about.language else None,
@@ -324,6 +325,7 @@ def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", 
     gather(str(model), **about)
     facts = export.export(str(model), str(out), **options)
     card = write_text(Path(out)/"README.md", model_card(model, out=out, **about)) # a check may run out of memory, and the folder is whole without it
-    checked = export.check(str(model), str(out), options.get("kind", "")) if check else None
-    if check: write_text(card, model_card(model, out=out, checked=checked, **about))
-    return facts | dict(card=str(card)) | (dict(checked=checked) if check else {})
+    if not check: return facts | dict(card=str(card))
+    checked = export.check(str(model), str(out), options.get("kind", ""))
+    write_text(card, model_card(model, out=out, checked=checked, **about))
+    return facts | dict(card=str(card), checked=checked, readers=export.readers(out, checked))

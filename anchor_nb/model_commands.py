@@ -89,10 +89,12 @@ def export(model: Model, out: Annotated[str, typer.Argument(help="a folder that 
            dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: as stored")] = "", query: Annotated[str, typer.Option(help="the instruction of encode_query, or the name of one of training's")] = "",
            truncation: Annotated[str, typer.Option(help="keep_eos exports a model that was trained with cut_eos")] = "", ledger: Ledger = "", name: Name = "", license: License = "", licences: Licences = [],
            parameter: Annotated[list[str], typer.Option("-p", "--parameter", metavar="NAME=VALUE", help="pooling, max_length, bidirectional or kind, where the checkpoint does not say")] = []):
-    "A folder for sentence-transformers, vLLM, TEI and llama.cpp, with its model card; one JSON object last."
+    "A folder for sentence-transformers, and by their rules vLLM, TEI and llama.cpp, with its card; one JSON object last."
     from anchor_nb.card import export_with_card
     with readable_errors():
         found = export_with_card(model, out, ledger, name=name, license=license, licences=read_pairs(licences), check=check, adapter=adapter, head=head, dtype=dtype, query=query, truncation=truncation, **load_options(parameter))
+    for library, known in found["readers"].items():
+        typer.echo("; ".join(filter(None, [f"{library}: {known['reads']}", known["note"]])), err=True)
     typer.echo(json.dumps(found))
     if check and not found["checked"]["same"]: raise typer.Exit(1)
 

@@ -136,6 +136,13 @@ def test_the_code_of_the_card_runs_and_all_libraries_agree(exported):
         assert np.abs(queries - vectors["anchor_nb"][0]).max() < 1e-5 and np.abs(documents - vectors["anchor_nb"][1]).max() < 1e-5, heading
 
 
+def test_nothing_is_said_to_be_read_that_was_not_run(exported):
+    "The export was not checked, so of no library more is known than its rules; and a tag of a hub would be a claim too."
+    text = (exported/"README.md").read_text()
+    assert text.count("Reads this folder: by its rules, not run.") == 4 and "Reads this folder: yes" not in text
+    assert "text-embeddings-inference" not in ModelCard(text).data.tags
+
+
 # ---- upload ----
 
 class Hub(BaseHTTPRequestHandler):
