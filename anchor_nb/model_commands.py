@@ -106,12 +106,14 @@ def card(model: Model, ledger: Ledger = "", name: Name = "", license: License = 
 
 @app.command("push", rich_help_panel=USE)
 def push(folder: Annotated[str, typer.Argument(help="what `anchor-nb export` has written")], repo_id: Annotated[str, typer.Argument(help="owner/name")],
-         upload: Annotated[bool, typer.Option("--upload", help="really upload; without it, only say what would go")] = False, public: Annotated[bool, typer.Option("--public", help="everybody may see it")] = False,
+         upload: Annotated[str, typer.Option("--upload", metavar="PLAN", help="send the plan of this name; without it, show what would go, and the name of the plan")] = "", public: Annotated[bool, typer.Option("--public", help="everybody may see it")] = False,
          revision: Annotated[str, typer.Option(help="a branch, made if need be; default: the main one")] = "", message: Annotated[str, typer.Option(help="of the commit")] = ""):
-    "Upload an exported model to a hub, after looking at every file; one JSON object last."
+    "Show what of an exported model would go to a hub, or upload what was shown; one JSON object last."
     from anchor_nb.hub import push
-    with readable_errors(): found = push(folder, repo_id, not public, not upload, revision, message)
-    for file in found["files"]: typer.echo(f"{file['bytes']:>14,}  {file['path']}", err=True)
+    with readable_errors(): found = push(folder, repo_id, not public, upload, revision, message)
+    for file in found["files"]: typer.echo(f"{file['bytes']:>14,}  {file['sha256'][:12]}  {file['path']}", err=True)
+    for name in found["left_out"]: typer.echo(f"{'left out':>14}  {name}", err=True)
+    if not upload: typer.echo(f"To send exactly this: the same command with --upload {found['plan']}", err=True)
     typer.echo(json.dumps(found))
 
 # %% ../nbs/17d_model_commands.ipynb #42bbf6d5
