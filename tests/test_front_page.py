@@ -1,8 +1,8 @@
 """Every number on the front page is made by the present code and recipe, or says beside it which commit made it.
 
 A results folder that fails here was made with other settings or another state of the code. Make it again: for the demo
-`rm -r runs/demo; make demo` and `nbs/results/keep.py`, then run nbs/index.ipynb and `python setup.py readme`. Or, where it
-is to stay as a record, name it with its commits in nbs/results/kept.json, and print that with `kept` in nbs/index.ipynb.
+`rm -r runs/demo; make demo` and `nbs/results/keep.py`, then run nbs/index.ipynb and `python setup.py readme`. Or, where
+it is to stay as a record, name it with its commits in nbs/results/kept.json, and print that with `kept` on the page.
 """
 import ast
 import importlib.util
@@ -20,7 +20,8 @@ from anchor_nb.runs import differences, new_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/"nbs"
-CELLS = [cell for cell in json.loads((NBS/"index.ipynb").read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+PAGE = json.loads((NBS/"index.ipynb").read_text(encoding="utf-8"))
+CELLS = [cell for cell in PAGE["cells"] if cell["cell_type"] == "code"]
 KEPT = json.loads((NBS/"results/kept.json").read_text(encoding="utf-8"))
 
 
@@ -29,7 +30,8 @@ KEPT = json.loads((NBS/"results/kept.json").read_text(encoding="utf-8"))
 def read_by(source):
     "The results folders that code names, as a string or as the beginning of one."
     constants = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    paths = [Path(text) for text in constants if isinstance(text, str) and re.match(r"(results|benchmarks/results)/?", text)]
+    strings = [text for text in constants if isinstance(text, str)]
+    paths = [Path(text) for text in strings if re.match(r"(results|benchmarks/results)/?", text)]
     return {(path if (NBS/path).is_dir() else path.parent).as_posix() for path in paths} - {"results"}
 
 
@@ -40,18 +42,21 @@ READ = {folder for cell in CELLS for folder in read_by(source_of(cell))}
 FOLDERS = sorted(folder for folder in READ if folder.startswith("results/"))
 
 
-def shown_by(cell): return "".join("".join(output.get("data", {}).get("text/markdown", [])) for output in cell["outputs"])
+def shown_by(cell):
+    "What a cell has printed on the page."
+    return "".join("".join(output.get("data", {}).get("text/markdown", [])) for output in cell["outputs"])
 
 
 def test_the_folders_of_the_page_are_found():
-    assert READ == {"results/demo", "results/local", "results/experiment", "results/experiment/local", "benchmarks/results"}
+    assert FOLDERS == ["results/demo", "results/experiment", "results/experiment/local", "results/local"]
+    assert READ == {*FOLDERS, "benchmarks/results"}
 
 
 # ---- whose state a folder is ----
 
 def manifests(folder):
     "Where a manifest lies -> what it says: those of runs, and those that an evaluation appends, of each the last state."
-    found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/run.json"))}
+    found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/run.json")}
     evaluations = folder/"evaluations.jsonl"
     if evaluations.is_file():
         found |= {f"evaluation of {', '.join(row['recipe']['models'])}": row for row in read_rows(evaluations)}
@@ -83,7 +88,7 @@ def unlike_demo(folder):
     scored = next((manifest for manifest in found.values() if manifest["stage"] == "evaluate"), None)
     if scored is None: return [f"{folder} has no evaluation"]
     steps = {step.name: step for step in plan("demo", Path(scored["recipe"]["out"])) if step.stage != "report"}
-    there = dict(prepare=found.get("data"), evaluate=scored) | {name: found.get(name) for name in ("stage1", "anchor", "baseline")}
+    there = {name: found.get(name) for name in steps} | dict(prepare=found.get("data"), evaluate=scored)
     missing = [f"{folder}: {name} is missing" for name in steps if not there[name]]
     return missing + [f"{folder}: {name}: {why}" for name, step in steps.items() if there[name]
                       for why in differences(there[name] | dict(inputs={}), RECIPES[step.stage](**step.parameters), {})]
@@ -177,7 +182,8 @@ def test_a_demo_of_today_that_was_kept_passes(demo):
 def changed(path, **values):
     manifest = json.loads(path.read_text())
     manifest["recipe"] |= values
-    write_json(path, {**manifest, "recipe": {name: value for name, value in manifest["recipe"].items() if value is not None}})
+    recipe = {name: value for name, value in manifest["recipe"].items() if value is not None}
+    write_json(path, manifest | dict(recipe=recipe))
 
 
 @pytest.mark.parametrize("setting, value, message", [("learning_rate", 0.5, "learning_rate is 0.5 there"),
@@ -191,11 +197,11 @@ def test_another_recipe_is_stale(demo, setting, value, message):
 
 def test_other_code_is_stale(demo, monkeypatch):
     monkeypatch.setattr(provenance, "VERSIONS", dict(training=1, scoring=2), raising=False)
-    assert len(faults(demo)) == 2 * 5 and "version of training is None there and 1 here" in faults(demo)[0]
+    assert len(faults(demo)) == 2 * 5 and "version of training is None there and 1 here" in "".join(faults(demo))
     for path in demo.glob("*/run.json"):
         manifest = json.loads(path.read_text())
         write_json(path, manifest | dict(versions=manifest["versions"] | dict(training=1, scoring=1)))
-    assert "version of scoring is 1 there and 2 here" in faults(demo)[0] and len(faults(demo)) == 4 + 2
+    assert "version of scoring is 1 there and 2 here" in "".join(faults(demo)) and len(faults(demo)) == 4 + 2
     changed(demo/"data/run.json")
     manifest = json.loads((demo/"data/run.json").read_text())
     write_json(demo/"data/run.json", manifest | dict(code=manifest["code"] | dict(dirty=True), status="running"))

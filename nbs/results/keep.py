@@ -1,4 +1,4 @@
-"""Keep what a page shows of a run: manifests, metrics, speed, ledger and evaluations; no weights, no values of single queries.
+"""Keep what a page shows of a run: manifests, metrics, speed, ledger, evaluations; no weights, no values of queries.
 
     .venv/bin/python nbs/results/keep.py runs/demo nbs/results/demo
 
@@ -22,7 +22,7 @@ def keep(run: Path, out: Path) -> list: # paths relative to both
         if path.name == "run.json" and json.loads(text)["status"] != "complete":
             raise ValueError(f"{run/path} is not of a finished run; run `make demo` again")
         if place := told_place(text):
-            raise ValueError(f"{run/path} names a place of this machine, {place}; run it in the checkout, with relative paths")
+            raise ValueError(f"{run/path} names a place of this machine, {place}; run it in the checkout, in runs/")
     if not found:
         raise ValueError(f"{run} has no records of a run; run `make demo` first")
     shutil.rmtree(out, ignore_errors=True)
