@@ -268,7 +268,7 @@ def again_section(about: About) -> str:
     export = [*merge, f"anchor-nb export {source} {about.name.rpartition('/')[2]}"]
     lines = code("\n".join([*commands(about.runs), *export]), "bash")
     return (f"With {made_with(about)}:\n\n{lines}\n\nThe order of the data is a function of the seed. The tests of anchor_nb "
-            "make small runs twice, on one machine's CPU, and get the same bits; of these runs no second one is on record.")
+            "make small runs twice, on one machine's CPU, and get the same bits; these runs have no second on record.")
 
 # %% ../nbs/16f_card.ipynb #9fd28914
 def citation() -> str: # BibTeX
