@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PLACES', 'STAGES', 'SHOWN', 'UNKNOWN', 'About', 'step_of', 'is_snapshot', 'label_of', 'gather', 'cell',
            'markdown_table', 'interval_text', 'shown_systems', 'main_scores', 'score_table', 'beside_paper',
-           'scores_section', 'hub_data', 'eval_results', 'departures', 'facts_table', 'training_section',
-           'data_section', 'use_section', 'of_report', 'limits_section', 'again_section', 'citation', 'front_matter',
-           'parameters', 'summary', 'write_card', 'model_card', 'export_with_card']
+           'scores_section', 'hub_data', 'eval_results', 'departures', 'trained_by', 'facts_table', 'training_section',
+           'data_section', 'use_section', 'of_report', 'limits_section', 'made_with', 'again_section', 'citation',
+           'front_matter', 'parameters', 'summary', 'write_card', 'model_card', 'export_with_card']
 
 # %% ../nbs/16f_card.ipynb #5b6d767a
 import json
@@ -81,7 +81,7 @@ def gather(model: str,            # run folder, model folder or snapshot
     if label and label not in {row["label"] for row in rows}: raise ValueError(f"the ledger has no label {label!r}; it has {', '.join(sorted({row['label'] for row in rows})) or 'nothing'}")
     base = foundation(runs[0].manifest["recipe"]["model"] if runs else model)
     return About(name or Path(out or (runs[-1].folder if runs and not parts else model)).name, runs, base, data_sets(runs, licences), rows, load_per_query(rows, place.parent/"per_query") if place else {},
-                 label or (label_of(rows, runs, place and place.parent) if not parts else ""), step_of(model, runs), license or base["license"], language, [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in parts], exported_facts(out) if out else {}, checked)
+                 label or (label_of(rows, runs, place and place.parent) if not parts else ""), step_of(model, runs), license or base["license"], language, [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in parts], exported_facts(out, checked) if out else {}, checked)
 
 # %% ../nbs/16f_card.ipynb #0dd465ce
 def cell(value) -> str:
@@ -137,7 +137,8 @@ def beside_paper(about: About) -> str:
     kind = PAPER_NAMES.get(about.label, "")
     theirs = ", ".join(f"{scores[kind]:.1f} with {PAPER_MODELS[model]}" for model, scores in paper()["table10_stages_subset15"].items()) if kind else ""
     orientation = f" For orientation: the same training ({system(about.label)[0]}) reaches {theirs} there, as a mean of 15 tasks." if kind else ""
-    return f"None of the paper's {len(found)} scores can stand beside these: they are means over tasks of MTEB, by models of 1B parameters and more, after far more training.{orientation} Neither number says anything about the other."
+    return (f"None of the paper's {len(found)} scores can stand beside these: they are means over tasks of MTEB, of the paper's "
+            f"own models.{orientation} Neither number says anything about the other.")
 
 # %% ../nbs/16f_card.ipynb #274d37a4
 def scores_section(about: About) -> str:
@@ -174,14 +175,23 @@ def departures(manifest: dict, root: Path) -> list: # of (setting, this run, the
     return [(f.name, public(value, root), theirs[f.name], meaning(f)) for f in decisive if (value := given.get(f.name, default(f))) != theirs[f.name]]
 
 # %% ../nbs/16f_card.ipynb #97f6b603
-STAGES = {"stage1": "Stage I, bidirectional reconstruction", "stage2": "Stage II, contrastive learning"}
+STAGES = {"stage1": "Stage I", "stage2": "Stage II"}
+
+def trained_by(manifest: dict) -> str:
+    "What a stage trained, in a few words; stage I may have had other objectives than the paper's."
+    recipe = manifest["recipe"]
+    if manifest["stage"] == "stage2": return "contrastive learning"
+    names = list(recipe.get("objectives") or ["anchor"])
+    if names != ["anchor"]: return f"the objectives {', '.join(names)}"
+    return "bidirectional reconstruction" + " of strangers' texts, a control" * (recipe.get("pairing") == "strangers")
+
 SHOWN = ("steps", "global batch", "learning rate", "max length", "parameters", "of them trained", "precision", "seed", "machine", "processes", "wall time", "peak memory", "peak GPU memory", "tokens/s, median", "code", "python", "torch", "transformers", "peft")
 
 def facts_table(about: About) -> str:
     "What each run was, side by side."
     facts = [run_facts(run.manifest, read_rows(speed) if (speed := run.folder/"speed.jsonl").is_file() else []) for run in about.runs]
     lines = [(name, *(of_run.get(name, "–") for of_run in facts)) for name in SHOWN if any(of_run.get(name, "–") != "–" for of_run in facts)]
-    return markdown_table(["", *(STAGES[run.manifest["stage"]].partition(",")[0] for run in about.runs)], lines)
+    return markdown_table(["", *(STAGES[run.manifest["stage"]] for run in about.runs)], lines)
 
 def training_section(about: About) -> str:
     "The facts of all stages, and of each what differs from the paper, and all settings for those who want them."
@@ -192,7 +202,9 @@ def training_section(about: About) -> str:
         root = run.folder.resolve().parent
         different = markdown_table(["setting", "this run", "the paper's recipe", "what it is"], [(f"`{name}`", *rest) for name, *rest in departures(run.manifest, root)])
         settings = yaml.safe_dump(public(run.manifest["recipe"], root), sort_keys=False, allow_unicode=True)
-        parts += [f"### {STAGES[run.manifest['stage']]}", f"What differs from the paper's recipe:\n\n{different}" if different else "Every setting that decides the result is as in the paper's recipe.",
+        told = f"What differs from the paper's recipe:\n\n{different}"
+        if not different: told = "Every setting but model and data is as in the paper's recipe."
+        parts += [f"### {STAGES[run.manifest['stage']]}, {trained_by(run.manifest)}", told,
                   f"<details><summary>All settings</summary>\n\n{code(settings, 'yaml')}\n\n</details>"]
     return "\n\n".join(parts)
 
@@ -203,7 +215,7 @@ def data_section(about: About) -> str:
     "Which texts the model was trained on."
     if not about.data: return "Which texts the model was trained on is not on record."
     stages = lambda facts: ", ".join(dict.fromkeys("I" if stage == "stage1" else "II" for stage in facts["stages"]))
-    lines = [[facts["name"], stages(facts), f"{facts.get('rows', 0):,}", f"`{str(facts['sha256'])[:12]}`", facts["license"] or ("as its page on the hub says" if facts["hub"] else UNKNOWN),
+    lines = [[facts["name"], stages(facts), f"{facts.get('rows', 0):,}", f"`{str(facts['sha256'])[:12]}`", facts["license"] or ("see its page on the hub" if facts["hub"] else UNKNOWN),
               "; ".join(filter(None, [facts["source"] or UNKNOWN, *facts["made"]]))] for facts in about.data]
     credits = [f"- {cell(facts['name'])}: {cell(facts['attribution'])}" for facts in about.data if facts["attribution"]]
     return "\n\n".join(filter(None, [markdown_table(["data set", "stage", "rows", "sha256", "licence of the texts", "source"], lines), "Credit is due to:\n\n" + "\n".join(credits) if credits else ""]))
@@ -212,7 +224,8 @@ def data_section(about: About) -> str:
 def use_section(about: About) -> str:
     "How to load and call the model."
     if about.facts: return usage(about.name, about.facts, about.checked)
-    return "These weights were not exported. `anchor-nb export` writes them for sentence-transformers, vLLM and others; anchor_nb itself reads the run folder with `AnchorEmbedder.from_pretrained`."
+    return ("These weights were not exported. `anchor-nb export` writes them for sentence-transformers and, by their rules, "
+            "for servers; anchor_nb itself reads the run folder with `AnchorEmbedder.from_pretrained`.")
 
 # %% ../nbs/16f_card.ipynb #112a79f0
 def of_report(about: About) -> list: # of sentences
@@ -220,7 +233,7 @@ def of_report(about: About) -> list: # of sentences
     reproduced = not beside_paper(about).startswith("None of") if about.label else False
     own = {row["task"] for row in about.rows} & {facts["name"] for facts in about.data}
     beside = {"Not run:": False, "The paper's scores are": about.label and not reproduced, "Where training pairs": own, "One training seed": about.label, "Seeds differ": False}
-    found = cannot_show({STAGES[run.manifest["stage"]].partition(",")[0]: run.manifest for run in about.runs}, about.rows)
+    found = cannot_show({STAGES[run.manifest["stage"]]: run.manifest for run in about.runs}, about.rows)
     return [line for line in found if all(wanted for start, wanted in beside.items() if line.startswith(start))]
 
 # %% ../nbs/16f_card.ipynb #f12fbdef
@@ -232,21 +245,30 @@ def limits_section(about: About) -> str:
         "" if about.license else f"The licence of the base model, {about.base['name']}, was not at hand when this was written. Find it out before passing the model on.",
         "The Llama licence asks for the words \"Built with Llama\" and for a name that begins with \"Llama\"." if about.license.startswith("llama") else "",
         f"The licence of {', '.join(map(cell, bare))} is not recorded. Find it out before passing the model on." if bare else "",
-        "Vectors do not hide texts. Stage I trains a model to write texts from vectors, so vectors of confidential texts are confidential." if any(run.manifest["stage"] == "stage1" for run in about.runs) else "",
+        "Vectors do not hide texts. Stage I trains a model to write texts from vectors, so vectors of confidential texts are "
+        "confidential." if any("reconstruction" in trained_by(run.manifest) for run in about.runs) else "",
         "Nothing was examined about bias, about personal data in the training texts, or about other languages than those of the data."]
     return "\n".join(f"- {line}" for line in limits if line)
 
 # %% ../nbs/16f_card.ipynb #49f724fe
+def made_with(about: About) -> str:
+    "Which code made the runs: one, or one after the other."
+    def told(made):
+        changes = " with changes that were not committed" * bool(made.get("dirty"))
+        commit = f", commit `{made['commit'][:12]}`{changes}" if made.get("commit") else ""
+        return f"anchor_nb {made.get('version', 'of an unknown version')}{commit}"
+    return " and then ".join(dict.fromkeys(told(run.manifest.get("code", {})) for run in about.runs))
+
 def again_section(about: About) -> str:
     "The commands, and the code they need."
     if not about.runs: return "Without a manifest there are no commands to make it again."
-    made = about.runs[-1].manifest.get("code", {})
-    commit = f", commit `{made['commit'][:12]}`{' with changes that were not committed' if made.get('dirty') else ''}" if made.get("commit") else ""
     last = about.runs[-1]
     merge = [f"anchor-nb merge {' '.join(model for model, _ in about.parts)} --out runs/merged {' '.join(f'--weight {weight}' for _, weight in about.parts)}"] if about.parts else []
     source = "runs/merged" if merge else public(last.manifest["recipe"]["out"], last.folder.resolve().parent) + f"/snapshots/step-{about.step}" * is_snapshot(about)
     export = [*merge, f"anchor-nb export {source} {about.name.rpartition('/')[2]}"]
-    return f"With anchor_nb {made.get('version', __version__)}{commit}:\n\n{code(chr(10).join([*commands(about.runs), *export]), 'bash')}\n\nThe order of the data is a function of the seed. On the same machine and versions the same numbers come out; on others they differ by rounding."
+    lines = code("\n".join([*commands(about.runs), *export]), "bash")
+    return (f"With {made_with(about)}:\n\n{lines}\n\nThe order of the data is a function of the seed. The tests of anchor_nb "
+            "make small runs twice, on one machine's CPU, and get the same bits; these runs have no second on record.")
 
 # %% ../nbs/16f_card.ipynb #9fd28914
 def citation() -> str: # BibTeX
@@ -267,7 +289,7 @@ def front_matter(about: About) -> str: # YAML
     "What a hub reads."
     from huggingface_hub import ModelCardData
     hubs = [facts["hub"] for facts in about.data if facts["hub"]]
-    extra = ["sentence-transformers", *["text-embeddings-inference"] * about.facts["readers"]["tei"]["reads"]] if about.facts else []
+    extra = ["sentence-transformers"] if about.facts else [] # servers have tags too, but none was run
     kind = "finetune" if not about.facts.get("adapter") else "adapter" if len(about.runs) == 1 else "" # one on stage I is no adapter of the base
     relation = dict(base_model_relation=kind) if about.base["hub"] and about.runs and kind else {}
     data = ModelCardData(model_name=about.name.rpartition("/")[2], license=about.license or "other", license_name=None if about.license else "unknown", language=about.language.split(",") if about.language else None,
@@ -284,17 +306,19 @@ def summary(about: About) -> str:
     "What the model is, in a few sentences."
     facts = f" It turns a text of at most {about.facts['layout']['max_length']} tokens into {about.facts['dimension']} numbers (pooling: {about.facts['pooling']}{', attention in both directions' if about.facts['bidirectional'] else ''}{', normalised to length 1' if about.facts['normalize'] else ''}{', stored as ' + about.facts['dtype'] if about.facts['dtype'] else ''})." if about.facts else ""
     if not about.runs: return f"This is {about.base['name']}, as anchor_nb {__version__} reads it.{facts}"
-    stages = tuple(run.manifest["stage"] for run in about.runs)
     size = f" of {parameters(about.runs[-1].manifest):,} parameters" if about.runs and about.runs[-1].manifest.get("parameters") else "" # of each part too
-    made = {("stage1",): "one stage: bidirectional reconstruction", ("stage2",): "one stage: contrastive learning", ("stage1", "stage2"): "two stages: bidirectional reconstruction, which makes the state at [EOS] carry the whole text, then contrastive learning"}.get(stages, f"{len(about.runs)} stages")
+    made = f"{len(about.runs)} stages: " if len(about.runs) > 1 else "one stage: "
+    made += ", then ".join(trained_by(run.manifest) for run in about.runs)
     if is_snapshot(about): made += f"; this is the model after {about.step} of {about.runs[-1].manifest['recipe']['steps']} steps of the last"
     if about.parts: made = f"{len(about.runs)} training runs, whose models were then merged: " + ", ".join(f"{weight:g} of {model}" for model, weight in about.parts)
-    return f"A text embedder{size}, made from {about.base['name']} with anchor_nb {about.runs[-1].manifest.get('code', {}).get('version', __version__)} in {made}.{facts}"
+    return f"A text embedder{size}, made from {about.base['name']} with {made_with(about)} in {made}.{facts}"
 
 # %% ../nbs/16f_card.ipynb #778c5287
 def write_card(about: About) -> str:
     "The card as Markdown, without secrets."
-    licence = f"Licence: {about.license}, that of the base model; the licences of the training texts are under Data." if about.license else "Licence: unknown, see Limits."
+    whose = ", that of the base model" if about.license == about.base["license"] else ", as whoever exported it says"
+    licence = f"Licence: {about.license}{whose}; the licences of the training texts are under Data."
+    if not about.license: licence = "Licence: unknown, see Limits."
     parts = [front_matter(about), f"# {about.name.rpartition('/')[2]}", summary(about), licence]
     for title, section in {"Use": use_section, "Scores": scores_section, "Training": training_section, "Data": data_section, "Make it again": again_section, "Limits": limits_section}.items(): parts += [f"## {title}", section(about)]
     parts += ["## Citation", "The method:", citation(), f"This page was written by anchor_nb {__version__} from the files of the runs."]
@@ -324,6 +348,7 @@ def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", 
     gather(str(model), **about)
     facts = export.export(str(model), str(out), **options)
     card = write_text(Path(out)/"README.md", model_card(model, out=out, **about)) # a check may run out of memory, and the folder is whole without it
-    checked = export.check(str(model), str(out), options.get("kind", "")) if check else None
-    if check: write_text(card, model_card(model, out=out, checked=checked, **about))
-    return facts | dict(card=str(card)) | (dict(checked=checked) if check else {})
+    if not check: return facts | dict(card=str(card))
+    checked = export.check(str(model), str(out), options.get("kind", ""))
+    write_text(card, model_card(model, out=out, checked=checked, **about))
+    return facts | dict(card=str(card), checked=checked, readers=export.readers(out, checked))

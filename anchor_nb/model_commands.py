@@ -89,10 +89,12 @@ def export(model: Model, out: Annotated[str, typer.Argument(help="a folder that 
            dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: as stored")] = "", query: Annotated[str, typer.Option(help="the instruction of encode_query, or the name of one of training's")] = "",
            truncation: Annotated[str, typer.Option(help="keep_eos exports a model that was trained with cut_eos")] = "", ledger: Ledger = "", name: Name = "", license: License = "", licences: Licences = [],
            parameter: Annotated[list[str], typer.Option("-p", "--parameter", metavar="NAME=VALUE", help="pooling, max_length, bidirectional or kind, where the checkpoint does not say")] = []):
-    "A folder for sentence-transformers, vLLM, TEI and llama.cpp, with its model card; one JSON object last."
+    "A folder for sentence-transformers, and by their rules vLLM, TEI and llama.cpp, with its card; one JSON object last."
     from anchor_nb.card import export_with_card
     with readable_errors():
         found = export_with_card(model, out, ledger, name=name, license=license, licences=read_pairs(licences), check=check, adapter=adapter, head=head, dtype=dtype, query=query, truncation=truncation, **load_options(parameter))
+    for library, known in found["readers"].items():
+        typer.echo("; ".join(filter(None, [f"{library}: {known['reads']}", known["note"]])), err=True)
     typer.echo(json.dumps(found))
     if check and not found["checked"]["same"]: raise typer.Exit(1)
 
@@ -104,12 +106,14 @@ def card(model: Model, ledger: Ledger = "", name: Name = "", license: License = 
 
 @app.command("push", rich_help_panel=USE)
 def push(folder: Annotated[str, typer.Argument(help="what `anchor-nb export` has written")], repo_id: Annotated[str, typer.Argument(help="owner/name")],
-         upload: Annotated[bool, typer.Option("--upload", help="really upload; without it, only say what would go")] = False, public: Annotated[bool, typer.Option("--public", help="everybody may see it")] = False,
+         upload: Annotated[str, typer.Option("--upload", metavar="PLAN", help="send the plan of this name; without it, show what would go, and the name of the plan")] = "", public: Annotated[bool, typer.Option("--public", help="everybody may see it")] = False,
          revision: Annotated[str, typer.Option(help="a branch, made if need be; default: the main one")] = "", message: Annotated[str, typer.Option(help="of the commit")] = ""):
-    "Upload an exported model to a hub, after looking at every file; one JSON object last."
+    "Show what of an exported model would go to a hub, or upload what was shown; one JSON object last."
     from anchor_nb.hub import push
-    with readable_errors(): found = push(folder, repo_id, not public, not upload, revision, message)
-    for file in found["files"]: typer.echo(f"{file['bytes']:>14,}  {file['path']}", err=True)
+    with readable_errors(): found = push(folder, repo_id, not public, upload, revision, message)
+    for file in found["files"]: typer.echo(f"{file['bytes']:>14,}  {file['sha256'][:12]}  {file['path']}", err=True)
+    for name in found["left_out"]: typer.echo(f"{'left out':>14}  {name}", err=True)
+    if not upload: typer.echo(f"To send exactly this: the same command with --upload {found['plan']}", err=True)
     typer.echo(json.dumps(found))
 
 # %% ../nbs/17d_model_commands.ipynb #42bbf6d5

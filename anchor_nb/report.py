@@ -161,7 +161,7 @@ def _less(manifests: dict) -> list: # of sentences
         stage, batch = {"stage1": "stage I", "stage2": "stage II"}[manifest["stage"]], recipe.get("global_batch", 0)
         ours, full = recipe["steps"] * batch, theirs["steps"] * theirs["global_batch"]
         if ours < full: found.setdefault(f"saw {ours:,} examples in {recipe['steps']:,} steps of {batch}; the paper's {stage} sees {full:,} in {theirs['steps']:,} steps of {theirs['global_batch']}. That is {100 * ours / full:.2g} %.", []).append(label)
-        if recipe.get("learning_rate", theirs["learning_rate"]) != theirs["learning_rate"]: found.setdefault(f"trained with a learning rate of {recipe['learning_rate']:g} instead of the paper's {theirs['learning_rate']:g}; neither arm had a search for its best rate.", []).append(label)
+        if recipe.get("learning_rate", theirs["learning_rate"]) != theirs["learning_rate"]: found.setdefault(f"trained with a learning rate of {recipe['learning_rate']:g} instead of the paper's {theirs['learning_rate']:g}; whether that is its best rate these files do not say.", []).append(label)
         if recipe.get("max_length", 512) < theirs["max_length"]: found.setdefault(f"cut texts at {recipe['max_length']} tokens, the paper at {theirs['max_length']}.", []).append(label)
     return [f"{', '.join(f'`{label}`' for label in labels)} {sentence}" for sentence, labels in sorted(found.items(), reverse=True)]
 
@@ -179,7 +179,10 @@ def cannot_show(manifests: dict, # label -> manifest
         *([f"Seeds differ between the runs ({', '.join(seeds)}), so a difference between them is seed and method at once."] if len(seeds) > 1 else []),
         *[f"{row['task']} was evaluated with {row['queries']:,} queries over {row['documents']:,} documents. Its scores compare with each other, not with those of another cut." for row in sizes if row["documents"]],
         "The paper's scores are the mean of 15 MTEB tasks for models of 1B parameters and more. Only the pattern can be compared with ours, never the level.",
-        "Where training pairs and evaluation sets come from the same sources, as in the demo, part of any gain is getting used to the domain, and stage I trains all parameters on further pairs. Controls that would tell reconstruction from plain domain adaptation (language modelling on the same pairs, shuffled pairs, a baseline with equal compute and its own learning rate) are not among these runs, so an advantage of stage I cannot be put down to reconstruction as such."]
+        "Where training pairs and evaluation sets come from the same sources, as in the demo, part of any gain is getting used to "
+        "the domain, and stage I trains on further pairs. Without controls that tell reconstruction from plain domain adaptation "
+        "(language modelling on the same pairs, shuffled pairs, a baseline with equal compute and its own learning rate) an "
+        "advantage of stage I cannot be put down to reconstruction as such, and this page does not look for them."]
 
 # %% ../nbs/16a_report.ipynb #9eee043b
 PAGE = """<!doctype html>

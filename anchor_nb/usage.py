@@ -13,14 +13,16 @@ from pathlib import Path
 from .ledger import read_json
 
 # %% ../nbs/15k_usage.ipynb #3eb160e7
-def exported_facts(out: Path) -> dict: # of anchor_nb.json, and readers, dimension, dtype, adapter, shorter
+def exported_facts(out: Path,            # an exported folder
+                   checked: dict = None, # of `export.check`; None: nothing was run
+                  ) -> dict:             # of anchor_nb.json, and readers, dimension, dtype, adapter, shorter
     "What an exported folder says of itself; ValueError when it is no such folder."
     out = Path(out)
     if not (out/"modules.json").is_file() or not (out/"anchor_nb.json").is_file(): raise ValueError(f"{out} is no exported model, it has no modules.json or no anchor_nb.json; run `anchor-nb export` first")
     from anchor_nb.export import readers
     config = read_json(out/"config.json") if (out/"config.json").is_file() else {}
     about = dict(dimension=read_json(out/"1_Pooling/config.json")["word_embedding_dimension"], dtype=config.get("dtype", ""), adapter=(out/"adapter_config.json").is_file(), shorter=config.get("matryoshka_dimensions", []))
-    return read_json(out/"anchor_nb.json") | about | dict(readers=readers(out))
+    return read_json(out/"anchor_nb.json") | about | dict(readers=readers(out, checked))
 
 # %% ../nbs/15k_usage.ipynb #e8ad055e
 QUERY, DOCUMENTS = "how do tides form", ["The pull of the moon raises the water of the seas twice a day.", "Bread rises because yeast makes gas."]
@@ -97,18 +99,21 @@ def use_llama_cpp(name: str, facts: dict) -> str:
     return code(f"python convert_hf_to_gguf.py FOLDER --outfile model.gguf\nllama-server -m model.gguf --embeddings {how}", "bash") + (f"\n\nFOLDER is the downloaded model.\n\n{listed}" if remarks else "")
 
 # %% ../nbs/15k_usage.ipynb #41c0ec8c
-SERVERS = {"vllm": ("vLLM", use_vllm, "Its server was not run by us. Its own readers of pooling, length and configuration were, and they read such a folder."),
-           "tei": ("text-embeddings-inference (TEI)", use_tei, "Not run by us; by its rules it reads this folder."),
-           "llama.cpp": ("llama.cpp", use_llama_cpp, "Converter and server were not run by us. The gguf library's reader of special tokens was; the rest follows from the converter's rules.")}
+SERVERS = {"vllm": ("vLLM", use_vllm, "Its server has never been run with an export of anchor_nb; its reader of "
+                                      "configurations (0.33) has, on small models."),
+           "tei": ("text-embeddings-inference (TEI)", use_tei, "It has never been run with an export of anchor_nb."),
+           "llama.cpp": ("llama.cpp", use_llama_cpp, "Converter and server have never been run with an export of anchor_nb; the "
+                                                     "gguf library's reader of special tokens has, on small models.")}
 
 def use_server(library: str, name: str, facts: dict) -> str: # library: a key of `SERVERS`
     "A heading, and the command or why there is none."
     title, use, tried = SERVERS[library]
     known = facts["readers"][library]
-    return f"### {title}\n\n" + (f"{tried}\n\n{use(name, facts)}" if known["reads"] else f"It cannot read this model: {known['note']}.")
+    if known["reads"] == "no": return f"### {title}\n\nIt cannot read this model: {known['note']}."
+    return f"### {title}\n\nReads this folder: {known['reads']}. {tried}\n\n{use(name, facts)}"
 
 # %% ../nbs/15k_usage.ipynb #9dd9c0c7
-TESTED = "Run by the tests of anchor_nb, on a small model; its vectors are those of anchor_nb."
+TESTED = "The tests of anchor_nb run this code on a small model, where its vectors are those of anchor_nb."
 
 def checked_line(checked: dict | None) -> str: # of `export.check`, or None
     "What a check of the folder has found."
@@ -129,6 +134,8 @@ def usage(name: str,            # hub id or folder that the code loads
     shorter = f"Trained to be shortened to {', '.join(map(str, facts['shorter']))} numbers: `SentenceTransformer({json.dumps(name)}, truncate_dim={facts['shorter'][0]})`, then `encode(..., normalize_embeddings=True)`." if facts["shorter"] else ""
     last = facts["pooling"] in ("eos", "last") and facts["normalize"]
     bare = "An adapter is loaded by sentence-transformers or anchor_nb." if facts["adapter"] else f"{TESTED}\n\n{use_transformers(name, facts)}" if last else f"Pooling `{facts['pooling']}` takes more than a few lines; use sentence-transformers."
-    note = facts["readers"]["sentence-transformers"]["note"]
-    return "\n\n".join(filter(None, [checked_line(checked), STRIP, f"### sentence-transformers\n\n{TESTED}{f' To know: {note}.' if note else ''}\n\n{use_sentence_transformers(name, facts)}", listed, shorter,
+    own = facts["readers"]["sentence-transformers"]
+    known = f"Reads this folder: {own['reads']}." + f" To know: {own['note']}." * bool(own["note"])
+    first = f"### sentence-transformers\n\n{known} {TESTED}\n\n{use_sentence_transformers(name, facts)}"
+    return "\n\n".join(filter(None, [checked_line(checked), STRIP, first, listed, shorter,
                                      f"### anchor_nb\n\n{TESTED}\n\n{use_anchor(name, facts)}", f"### transformers\n\n{bare}", *(use_server(library, name, facts) for library in SERVERS)]))

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -136,10 +137,17 @@ def test_the_code_of_the_card_runs_and_all_libraries_agree(exported):
         assert np.abs(queries - vectors["anchor_nb"][0]).max() < 1e-5 and np.abs(documents - vectors["anchor_nb"][1]).max() < 1e-5, heading
 
 
+def test_nothing_is_said_to_be_read_that_was_not_run(exported):
+    "The export was not checked, so of no library more is known than its rules; and a tag of a hub would be a claim too."
+    text = (exported/"README.md").read_text()
+    assert text.count("Reads this folder: by its rules, not run.") == 4 and "Reads this folder: yes" not in text
+    assert "text-embeddings-inference" not in ModelCard(text).data.tags
+
+
 # ---- upload ----
 
 class Hub(BaseHTTPRequestHandler):
-    "As much of a hub as `create_repo`, `create_branch`, `upload_folder` and `list_repo_files` need; what it was sent is in `server.repos`."
+    "As much of a hub as `create_repo`, `create_branch`, `create_commit` and `list_repo_files` need; what it was sent is in `server.repos`."
     def log_message(self, *args): pass
 
     def answer(self, content, status=200):
@@ -203,17 +211,18 @@ def server():
     server.server_close()
 
 
-def push(url, folder, tmp_path, **how):
-    "`push` in a process whose client knows another hub and a login; (return code, result or what it said)."
+def push(url, folder, tmp_path, send=True, **how):
+    "`push` of what was shown here, in a process whose client knows another hub and a login; (return code, result or error)."
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path/"home"), HF_HUB_DISABLE_XET="" if how.pop("pipeline", False) else "1", HF_HUB_DISABLE_PROGRESS_BARS="1", **how.pop("environment", dict(HF_TOKEN=TOKEN)))
     code = "import json, sys; from anchor_nb.hub import push; print(json.dumps(push(**json.loads(sys.argv[1]))))"
+    if send: how["shown"] = hub.push(folder, "somebody/tiny-anchor", **how)["plan"]
     done = subprocess.run([sys.executable, "-c", code, json.dumps(dict(folder=str(folder), repo_id="somebody/tiny-anchor", **how))], env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr
 
 
 def test_what_arrives_is_what_was_exported(server, exported, tmp_path):
-    code, found = push(server.url, exported, tmp_path, dry_run=False, revision="v1")
+    code, found = push(server.url, exported, tmp_path, revision="v1")
     assert code == 0, found
     repo = server.repos["somebody/tiny-anchor"]
     assert repo["private"] and repo["branches"] == {"v1"} and repo["revision"] == "v1"
@@ -226,28 +235,28 @@ def test_what_arrives_is_what_was_exported(server, exported, tmp_path):
 def test_the_newer_way_of_uploading_sends_the_same(server, exported, tmp_path):
     "With hf_xet the client goes another way; its storage of large files has no stand-in here, so all files go as small ones."
     server.small = True
-    code, found = push(server.url, exported, tmp_path, dry_run=False, pipeline=True)
+    code, found = push(server.url, exported, tmp_path, pipeline=True)
     assert code == 0, found
     assert server.repos["somebody/tiny-anchor"]["files"] == {file["path"]: (exported/file["path"]).read_bytes() for file in found["files"]}
 
 
 def test_a_dry_run_speaks_to_nobody(exported, tmp_path):
-    code, found = push("http://127.0.0.1:9", exported, tmp_path, environment={})
+    code, found = push("http://127.0.0.1:9", exported, tmp_path, send=False, environment={})
     assert code == 0, found
     assert found["dry_run"] and found["bytes"] == sum((exported/file["path"]).stat().st_size for file in found["files"])
 
 
 def test_an_existing_public_repository_gets_nothing_private(server, exported, tmp_path):
     server.repos["somebody/tiny-anchor"] = dict(private=False, files={"old.safetensors": b"x"}, branches=set())
-    code, said = push(server.url, exported, tmp_path, dry_run=False)
+    code, said = push(server.url, exported, tmp_path)
     assert code == 1 and "exists and is public" in said and set(server.repos["somebody/tiny-anchor"]["files"]) == {"old.safetensors"}
-    code, found = push(server.url, exported, tmp_path, dry_run=False, private=False)
+    code, found = push(server.url, exported, tmp_path, private=False)
     assert code == 0 and found["left_there"] == ["old.safetensors"], found
 
 
 def test_no_login_and_no_network_are_said_before_anything_is_sent(server, exported, tmp_path):
     for environment, message in (({}, "hf auth login"), (dict(HF_TOKEN=TOKEN, HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE is set")):
-        code, said = push(server.url, exported, tmp_path, dry_run=False, environment=environment)
+        code, said = push(server.url, exported, tmp_path, environment=environment)
         assert code == 1 and message in said
     assert server.repos == {}
 
@@ -256,7 +265,7 @@ def test_a_card_that_the_hub_refuses_uploads_nothing(server, exported, tmp_path)
     folder = tmp_path/"copy"
     subprocess.run(["cp", "-r", exported, folder], check=True)
     (folder/"README.md").write_text("---\nlicense: no-such-licence\n---\n# x\n")
-    code, said = push(server.url, folder, tmp_path, dry_run=False)
+    code, said = push(server.url, folder, tmp_path)
     assert code == 1 and "must be one of the known" in said and server.repos["somebody/tiny-anchor"]["files"] == {}
 
 
@@ -264,3 +273,28 @@ def test_the_folder_of_a_run_is_refused_and_so_is_its_model(runs):
     "The model folder of a run says where it was trained, and has no card."
     with pytest.raises(ValueError, match="anchor-nb export"): hub.upload_plan(runs/"anchor")
     with pytest.raises(ValueError, match="anchor_nb.json names a place of this machine.*README.md is missing"): hub.upload_plan(runs/"anchor/model")
+
+
+@pytest.mark.parametrize("name", ["customers.csv", ".npmrc", "secrets.yaml", "ID_RSA", "vocab.joblib", "model.gguf", "Config.json",
+                                  "pytorch_model.bin", "checkpoint-2/model.safetensors", "1_Pooling/secrets.json", "notes/config.json"])
+def test_what_a_model_does_not_consist_of_is_left_out_and_named(exported, tmp_path, name):
+    folder = shutil.copytree(exported, tmp_path/"copy")
+    before = hub.upload_plan(folder)
+    assert before["left_out"] == [] and len(before["files"]) == sum(path.is_file() for path in folder.rglob("*"))
+    (folder/name).parent.mkdir(exist_ok=True)
+    (folder/name).write_text(TOKEN)
+    after = hub.upload_plan(folder)
+    assert after["files"] == before["files"] and len(after["left_out"]) == 1 and name.startswith(after["left_out"][0])
+
+
+def test_what_was_shown_is_what_is_sent_or_nothing_is(server, exported, tmp_path):
+    "A file that belongs to a model and was changed or added since then; the server hears nothing."
+    folder = shutil.copytree(exported, tmp_path/"copy")
+    shown = hub.push(folder, "somebody/tiny-anchor")["plan"]
+    for name in ("config.json", "LICENSE"):
+        kept = (folder/name).read_bytes() if (folder/name).exists() else None
+        (folder/name).write_text("{}")
+        code, said = push(server.url, folder, tmp_path, send=False, shown=shown)
+        assert code == 1 and "look again without the plan" in said and server.repos == {}
+        (folder/name).write_bytes(kept) if kept else (folder/name).unlink()
+    assert hub.push(folder, "somebody/tiny-anchor")["plan"] == shown

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from anchor_nb.corpora import resolve_model
 from anchor_nb.embedder import AnchorEmbedder
-from anchor_nb.export import LONG, SHORT, check, export, readers
+from anchor_nb.export import BY_RULES, COMPARED, LONG, NOT_READ, SHORT, check, export, readers
+from anchor_nb.hub import files_of
 from anchor_nb.prompts import Formatter, fit_layout, resolve_layout, save_layout
 from anchor_nb.recipe import Stage2
 from common import recipe, run
@@ -160,7 +161,8 @@ def test_what_another_library_saved_goes_through(tmp_path):
     export(str(tmp_path/"m"), tmp_path/"out")
     old, new = peer_of(tmp_path/"m"), peer_of(tmp_path/"out")
     for name in ("encode", "encode_query"): assert abs(getattr(old, name)(SHORT) - getattr(new, name)(SHORT)).max() == 0
-    assert not (tmp_path/"out/model.safetensors").is_symlink() and readers(tmp_path/"out")["tei"] == dict(reads=True, note="")
+    assert files_of(tmp_path/"out")[1] == []
+    assert not (tmp_path/"out/model.safetensors").is_symlink() and readers(tmp_path/"out")["tei"] == dict(reads=BY_RULES, note="")
 
 
 # ---- prompts ----
@@ -212,6 +214,7 @@ def test_types_heads_and_old_names(tmp_path):
     assert check(model, tmp_path/"head")["largest"] < 1e-6
     kept, before = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight for folder in (tmp_path/"head", model)]
     assert torch.equal(kept, before) and read(tmp_path/"head/config.json")["architectures"] == ["LlamaForCausalLM"]
+    assert files_of(tmp_path/"head")[1] == []
 
 
 def test_shorter_embeddings_are_named(tmp_path):
@@ -244,9 +247,10 @@ def test_an_adapter_alone_and_merged(tmp_path):
     for name in ("merged", "adapter"): assert check(model, tmp_path/name)["largest"] < 2e-6 and check(model, tmp_path/name)["same"]
     assert abs(peer_of(tmp_path/"adapter").encode(SHORT) - AnchorEmbedder.from_pretrained(base).encode(SHORT)).max() > 1e-3
     assert not (tmp_path/"adapter/model.safetensors").exists() and not (tmp_path/"adapter/config.json").exists()
+    assert [files_of(tmp_path/name)[1] for name in ("merged", "adapter")] == [[], []] # an upload takes all of it
     np.testing.assert_allclose(AnchorEmbedder.from_pretrained(str(tmp_path/"adapter")).encode(SHORT), AnchorEmbedder.from_pretrained(model).encode(SHORT), atol=1e-6)
-    found = readers(tmp_path/"adapter")
-    assert found["sentence-transformers"]["reads"] and not any(found[name]["reads"] for name in ("vllm", "tei", "llama.cpp"))
+    found = {name: known["reads"] for name, known in readers(tmp_path/"adapter", dict(same=True)).items()}
+    assert found == {"sentence-transformers": COMPARED, "vllm": NOT_READ, "tei": NOT_READ, "llama.cpp": NOT_READ}
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path/"merged").rglob("*.json"))
 
 
