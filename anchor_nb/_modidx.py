@@ -1204,6 +1204,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'anchor_nb.runs.new_manifest': ('runs.html#new_manifest', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.notebook_defaults': ('runs.html#notebook_defaults', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.now': ('runs.html#now', 'anchor_nb/runs.py'),
+                                'anchor_nb.runs.other_settings': ('runs.html#other_settings', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.own_defaults': ('runs.html#own_defaults', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.placed': ('runs.html#placed', 'anchor_nb/runs.py'),
                                 'anchor_nb.runs.read_manifest': ('runs.html#read_manifest', 'anchor_nb/runs.py'),

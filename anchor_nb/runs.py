@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LEFTOVERS', 'TYPES', 'notebook_defaults', 'own_defaults', 'command_line', 'settings_of', 'recipe_sha256', 'now',
-           'new_manifest', 'differences', 'read_manifest', 'start_run', 'finish_run', 'fail_run', 'hashed_out',
-           'with_content', 'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal',
-           'StageError', 'reason_of', 'trace_of', 'handing_on', 'Hiding', 'execute', 'placed', 'run_stage']
+           'new_manifest', 'other_settings', 'differences', 'read_manifest', 'start_run', 'finish_run', 'fail_run',
+           'hashed_out', 'with_content', 'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen',
+           'eval_literal', 'StageError', 'reason_of', 'trace_of', 'handing_on', 'Hiding', 'execute', 'placed',
+           'run_stage']
 
 # %% ../nbs/15_runs.ipynb #eb365c67
 import ast
@@ -80,23 +81,26 @@ def new_manifest(recipe, data: dict) -> dict:
         engine=engine_of(type(recipe).__name__.lower()), code=code_version(), versions=library_versions(), machine=machine(), starts=[now()]))
 
 # %% ../nbs/15_runs.ipynb #5c21fbb5
-def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty when it is the same run
-    "How a run on disk differs from the one that is asked for."
+def other_settings(manifest: dict, recipe) -> list: # sentences
+    "How a run on disk differs from the one that is asked for, before any content is read: in settings and code."
     stage, here, known = type(recipe).__name__.lower(), settings_of(recipe), as_dict(recipe)
     if manifest["stage"] != stage: return [f"it is a {manifest['stage']} run, not {stage}"]
     there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
     changed = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     found = [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in changed]
-    old = {path: facts["sha256"] for path, facts in manifest["data"].items()}
-    new = {path: facts["sha256"] for path, facts in (data or {}).items()}
-    found += [f"{path} has changed since" for path in sorted({**old, **new}) if old.get(path) != new.get(path)] if data else []
-    before, inputs = manifest.get("inputs", {}), {".".join(map(str, at)): path for at, (_, path) in inputs_of(recipe).items()}
-    if not changed:
-        found += [f"the content of {name} {inputs[name]} has changed since"
-                  for name, sha256 in inputs_beside(recipe, data).items() if sha256 != before.get(name)]
     made = manifest.get("engine", {})
     return found + [f"it was made by {part} code {made.get(part, 'without a number')}, and this is {number}"
                     for part, number in engine_of(stage).items() if made.get(part) != number]
+
+def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty when it is the same run
+    "How a run on disk differs from the one that is asked for."
+    if found := other_settings(manifest, recipe): return found
+    old = {path: facts["sha256"] for path, facts in manifest["data"].items()}
+    new = {path: facts["sha256"] for path, facts in (data or {}).items()}
+    if data: found = [f"{path} has changed since" for path in sorted({**old, **new}) if old.get(path) != new.get(path)]
+    before, inputs = manifest.get("inputs", {}), {".".join(map(str, at)): path for at, (_, path) in inputs_of(recipe).items()}
+    return found + [f"the content of {name} {inputs[name]} has changed since"
+                    for name, sha256 in inputs_beside(recipe, data).items() if sha256 != before.get(name)]
 
 # %% ../nbs/15_runs.ipynb #683db1ed
 def read_manifest(out: Path, # a run folder

@@ -12,17 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from anchor_nb import provenance
+from anchor_nb.identity import ENGINE
 from anchor_nb.ledger import append_rows, read_rows, write_json
 from anchor_nb.pipeline import plan
 from anchor_nb.recipe import RECIPES
-from anchor_nb.runs import differences, new_manifest
+from anchor_nb.runs import new_manifest, other_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/"nbs"
 PAGE = json.loads((NBS/"index.ipynb").read_text(encoding="utf-8"))
 CELLS = [cell for cell in PAGE["cells"] if cell["cell_type"] == "code"]
 KEPT = json.loads((NBS/"results/kept.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def away(tmp_path, monkeypatch):
+    "The runs that lie in a checkout are not those of the manifests."
+    monkeypatch.chdir(tmp_path)
 
 
 # ---- what the page reads ----
@@ -67,12 +73,9 @@ def stale(manifest):
     "Why the present code and recipe would not make this run; empty where they would."
     found = [] if manifest["status"] == "complete" else [f"its status is {manifest['status']}"]
     if manifest["code"].get("dirty"): found.append("its code had changes that were not committed")
-    noted = manifest.get("versions", {})
-    for name, now in getattr(provenance, "VERSIONS", {}).items():
-        if noted.get(name) != now: found.append(f"version of {name} is {noted.get(name)} there and {now} here")
     try: recipe = RECIPES[manifest["stage"]](**manifest["recipe"])
     except (TypeError, ValueError) as error: return [*found, f"its recipe is none today: {error}"]
-    return found + differences(manifest | dict(inputs={}), recipe, {})
+    return found + other_settings(manifest, recipe)
 
 
 def faults(folder):
@@ -91,7 +94,7 @@ def unlike_demo(folder):
     there = {name: found.get(name) for name in steps} | dict(prepare=found.get("data"), evaluate=scored)
     missing = [f"{folder}: {name} is missing" for name in steps if not there[name]]
     return missing + [f"{folder}: {name}: {why}" for name, step in steps.items() if there[name]
-                      for why in differences(there[name] | dict(inputs={}), RECIPES[step.stage](**step.parameters), {})]
+                      for why in other_settings(there[name], RECIPES[step.stage](**step.parameters))]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -160,13 +163,13 @@ def demo(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("anchor_nb.runs.code_version", lambda: dict(version="0", commit="c" * 40, dirty=False))
     places = dict(prepare="data", stage1="stage1", anchor="anchor", baseline="baseline")
+    for name in ("stage1", "anchor", "baseline"): write_json(Path("runs/demo")/name/"model/config.json", {})
     for step in plan("demo", Path("runs/demo")):
         if step.stage == "report": continue
         manifest = new_manifest(RECIPES[step.stage](**step.parameters), {}) | dict(status="complete")
         if step.name == "evaluate": append_rows("runs/demo/evaluations.jsonl", [manifest])
         else: write_json(Path("runs/demo")/places[step.name]/"run.json", manifest)
     append_rows("runs/demo/ledger.jsonl", [dict(label="bm25", manifest="")])
-    write_json(Path("runs/demo/anchor/model/config.json"), {})
     return Path("runs/demo")
 
 
@@ -196,12 +199,10 @@ def test_another_recipe_is_stale(demo, setting, value, message):
 
 
 def test_other_code_is_stale(demo, monkeypatch):
-    monkeypatch.setattr(provenance, "VERSIONS", dict(training=1, scoring=2), raising=False)
-    assert len(faults(demo)) == 2 * 5 and "version of training is None there and 1 here" in "".join(faults(demo))
-    for path in demo.glob("*/run.json"):
-        manifest = json.loads(path.read_text())
-        write_json(path, manifest | dict(versions=manifest["versions"] | dict(training=1, scoring=1)))
-    assert "version of scoring is 1 there and 2 here" in "".join(faults(demo)) and len(faults(demo)) == 4 + 2
+    monkeypatch.setitem(ENGINE, "training", 99)
+    assert len(faults(demo)) == 3 and "it was made by training code 1, and this is 99" in "".join(faults(demo))
+    monkeypatch.setitem(ENGINE, "scoring", 99)
+    assert len(faults(demo)) == 4 and "it was made by scoring code 1, and this is 99" in "".join(faults(demo))
     changed(demo/"data/run.json")
     manifest = json.loads((demo/"data/run.json").read_text())
     write_json(demo/"data/run.json", manifest | dict(code=manifest["code"] | dict(dirty=True), status="running"))
