@@ -7,10 +7,11 @@ __all__ = ['FORMATS', 'scores_of', 'as_ours', 'as_gritlm', 'as_columns', 'ending
            'write_pairs']
 
 # %% ../nbs/02b_writing.ipynb #e5f5af19
-import json, os
+import json
 from itertools import chain, islice
 from pathlib import Path
 from typing import Iterable, Iterator
+from .files import draft_of
 
 # %% ../nbs/02b_writing.ipynb #b3e87e25
 def scores_of(row: dict, positive: str, negative: str) -> dict: # empty where the row has none
@@ -92,7 +93,7 @@ def write_pairs(folder,               # made if need be
                ) -> dict:             # path, rows
     "Write a dataset; the file appears when all of it is there. ValueError names the row and the fix, or the file that would have none."
     path = Path(folder)/f"{name}{ending(format)}"
-    draft, rows = path.with_name(f".{path.name}.{os.getpid()}.tmp"), numbered(rows, FORMATS[format], path)
+    draft, rows = draft_of(path), numbered(rows, FORMATS[format], path)
     if (first := next(rows, None)) is None:
         if required: raise ValueError(f"{path} would hold no row, and nothing can be trained on it; loosen what leaves rows out, or take {name} out of the data")
         path.unlink(missing_ok=True) # of an earlier call
