@@ -52,7 +52,7 @@ def text_of(raw: dict, name: str, place: str) -> str:
 def negative_of(raw: dict, fields: list, texts: list, place: str) -> str: # empty where there is none
     "The first hard negative of a pair, among the fields in which training finds them; ValueError names file, line and field."
     further = {name: value for name, value in raw.items() if name.startswith("neg") and name not in fields and "scores" not in name}
-    try: negatives = parse_row(further | dict(query=texts[0], positive=texts[1]))["negatives"]
+    try: negatives = parse_row(further | dict(query=texts[0], positive=raw[fields[1]]))["negatives"]
     except ValueError as error: raise ValueError(f"{place}, {error}") from None
     return negatives[0] if negatives else ""
 
