@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from .data import POSITIVE, QUERY, as_texts, find_sources, parse_row, permutation, read_lines, read_table
 from .evaluation import Candidate, candidates, revision
-from .files import write_text
+from .files import keep_apart, write_text
 from .geometry import geometry, isotropic
 from .ledger import append_rows, write_json
 from .sources import cache_dir
@@ -102,6 +102,7 @@ def names_of(paths: list) -> list: # of names, in the same order
 def checkpoints_of(settings) -> list: # of `Candidate`
     "Both models, and the one that was trained again, with what was kept on the way."
     paths = [path for path in (settings.a, settings.b, settings.again) if path]
+    keep_apart(settings.out, data=settings.data, models=paths)
     return candidates(dict(zip(names_of(paths), paths)), settings.snapshots)
 
 # %% ../nbs/14c_analysis.ipynb #b68829de
