@@ -13,6 +13,7 @@ from anchor_nb.encoding import encode_corpus
 from anchor_nb.export import export
 from anchor_nb.merging import merge_models
 from anchor_nb.recipe import Mine
+from anchor_nb.runs import stage_notebook
 from anchor_nb.search import search_corpus
 
 ROWS = [dict(query=f"question {n}", positive=f"answer {n}", negatives=[f"made by hand {n}"], positive_scores=[0.9], negative_scores=[0.1]) for n in range(6)]
@@ -33,6 +34,14 @@ def here(tmp_path):
     (tmp_path/"linked").mkdir()
     (tmp_path/"linked/pairs").symlink_to(tmp_path/"my/pairs")
     return tmp_path
+
+
+def exam(here):
+    "An evaluation set that asks all questions of the pairs."
+    lines(here/"exam/corpus.jsonl", [dict(_id="d", title="", text="an answer to it")])
+    lines(here/"exam/queries.jsonl", [dict(_id=str(n), text=row["query"]) for n, row in enumerate(ROWS)])
+    (here/"exam/qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"{n}\td\t1\n" for n in range(6)))
+    (here/"exam/task.json").write_text(json.dumps(dict(name="exam", instruction="")))
 
 
 def content(folder): return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -103,10 +112,7 @@ def test_a_failure_leaves_the_older_pairs(here, monkeypatch):
 
 
 def test_nothing_left_is_an_error_with_its_cause(here):
-    lines(here/"exam/corpus.jsonl", [dict(_id="d", title="", text="an answer to it")])
-    lines(here/"exam/queries.jsonl", [dict(_id=str(n), text=row["query"]) for n, row in enumerate(ROWS)])
-    (here/"exam/qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"{n}\td\t1\n" for n in range(6)))
-    (here/"exam/task.json").write_text(json.dumps(dict(name="exam", instruction="")))
+    exam(here)
     with pytest.raises(ValueError, match="none of the 12 rows of .* is left: 6 equal an earlier row, 0 nearly repeat one, and 6 show texts of exam"):
         duplicates.dedup_pairs(str(here/"my/pairs"), str(here/"out"), threshold=1.0, against=[str(here/"exam")])
     assert not content(here/"out")
@@ -119,3 +125,19 @@ def test_texts_that_differ_in_signs_are_different():
     assert not duplicates.duplicates(rows)
     same = [dict(query=text, positives=["x y z"], negatives=[]) for text in ("Straße　２", "STRASSE 2", " strasse\t2\n", "Strasse 2?")]
     assert {n: kind for n, (_, kind) in duplicates.duplicates(same).items()} == {1: "equal", 2: "equal", 3: "near"}
+
+
+@pytest.mark.parametrize("stage, parameters", [
+    ("prepare", lambda at: dict(out=at("cache/corpora/toy"))), ("prepare", lambda at: dict(out=at("my"))),
+    ("evaluate", lambda at: dict(models=dict(a=at("run/model")), tasks=[at("exam")], out=at("run/model/scores")))])
+def test_stages_look_before_they_write(stage, parameters, here, monkeypatch):
+    monkeypatch.setenv("ANCHOR_NB_CACHE", str(here/"cache"))
+    (here/"cache/corpora/toy").mkdir(parents=True)
+    exam(here)
+    notebook, before = json.loads(stage_notebook(stage).read_text(encoding="utf-8")), content(here)
+    with pytest.raises(ValueError, match="lies in|is corpora=|which this command would not write"):
+        space = {}
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code": exec("".join(cell["source"]), space)
+            if "parameters" in cell["metadata"].get("tags", []): space |= parameters(lambda path: str(here/path))
+    assert content(here) == before
