@@ -48,8 +48,9 @@ def check_whole(text: str, field: str):
     "ValueError where a text has half of a surrogate pair, which no file in UTF-8 can hold."
     try: text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"field {field!r} has half a character, {ascii(text[error.start])} at position {error.start}; "
-                         "it was cut in two or badly decoded upstream, so write the whole character or remove it") from None
+        half = ascii(text[error.start])
+        raise ValueError(f"field {field!r} has half a character, {half} at position {error.start}; it was cut in two "
+                         "or badly decoded upstream, so write the whole character or remove it") from None
 
 def as_texts(value, field: str) -> list: # of (instruction, text)
     "One text or a list of them."
@@ -81,7 +82,8 @@ def teacher_scores(raw: dict, positives: int, negatives: int) -> tuple: # (a num
     return tuple([float(v) for v in side[1]] if side else [] for side in sides)
 
 # %% ../nbs/02_data.ipynb #2f8f83e8
-def query_instruction(raw: dict, name: str, said: str | None) -> str: # said: by a pair under `name`; None: it is a string
+def query_instruction(raw: dict, name: str,   # field of the query
+                      said: str | None) -> str: # said: by a pair of texts there; None: it is a string
     "The instruction of a row's query; ValueError where it cannot be told which it is."
     own = raw.get("instruction") or ""
     if not isinstance(own, str):
@@ -92,7 +94,8 @@ def query_instruction(raw: dict, name: str, said: str | None) -> str: # said: by
                          "GritLM's rows, where the answers are named pos; write the query as a string, "
                          "and its instruction as the field 'instruction'")
     if said and own and said != own:
-        raise ValueError(f"field {name!r} gives the instruction {said!r}, and field 'instruction' {own!r}; leave one of them out")
+        raise ValueError(f"field {name!r} gives the instruction {said!r}, and field 'instruction' {own!r}; "
+                         "leave one of them out")
     return own or said or ""
 
 def document_instruction(documents: dict) -> str: # documents: field -> list of (instruction, text), the positives first
@@ -101,9 +104,9 @@ def document_instruction(documents: dict) -> str: # documents: field -> list of 
     for field, texts in documents.items():
         for k, (said, _) in enumerate(texts):
             if said in (None, first): continue
-            raise ValueError(f"field '{field}[{k}]' is a list of two texts, which means the instruction {said!r} and a document; "
-                             f"that of the row's first document is {first!r}, and all documents of a row share one. "
-                             "Write two texts as two strings, or the same instruction in each pair")
+            raise ValueError(f"field '{field}[{k}]' is a list of two texts, which means the instruction {said!r} and "
+                             f"a document; that of the row's first document is {first!r}, and all documents of a row "
+                             "share one. Write two texts as two strings, or the same instruction in each pair")
     return first
 
 def parse_row(raw: dict, # a row as read from a file or a dataset
@@ -128,7 +131,7 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
 # %% ../nbs/02_data.ipynb #3da2a119
 SCRIPT = """python -c 'import csv, json; [print(json.dumps(row)) for row in {}]' > {}.jsonl"""
 ROWS_OF = {".gz": "gunzip {0}", ".bz2": "bunzip2 {0}", ".xz": "unxz {0}", ".zst": "unzstd {0}", ".zip": "unzip {0}",
-           ".csv": SCRIPT.format('csv.DictReader(open("{0}"))', "{1}"), # ending -> command; {0}: the file, {1}: without ending
+           ".csv": SCRIPT.format('csv.DictReader(open("{0}"))', "{1}"), # {0}: the file, {1}: without its ending
            ".tsv": SCRIPT.format('csv.DictReader(open("{0}"), delimiter="\\t")', "{1}"),
            ".json": SCRIPT.format('json.load(open("{0}"))', "{1}")}
 
@@ -151,13 +154,16 @@ def read_lines(path) -> Iterator: # of (place, row as read)
             try: yield f"{path}, line {number}", json.loads(line.decode("utf-8"))
             except json.JSONDecodeError as error:
                 fix = f"write one object a line: {how_to_read(Path(path))}".removesuffix(": ")
-                raise ValueError(f"{path}, line {number}: no valid JSON ({error.msg} at column {error.colno}); {fix}") from None
+                what = f"no valid JSON ({error.msg} at column {error.colno})"
+                raise ValueError(f"{path}, line {number}: {what}; {fix}") from None
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}, line {number}: no UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from None
             except RecursionError:
-                raise ValueError(f"{path}, line {number}: JSON that is nested too deeply to be read; take the field out that holds it") from None
+                raise ValueError(f"{path}, line {number}: JSON that is nested too deeply to be read; "
+                                 "take the field out that holds it") from None
             except ValueError as error: # an integer of thousands of digits
-                raise ValueError(f"{path}, line {number}: a number that cannot be read ({str(error).partition(';')[0]}); correct it") from None
+                what = str(error).partition(";")[0]
+                raise ValueError(f"{path}, line {number}: a number that cannot be read ({what}); correct it") from None
 
 def read_table(source: str) -> Iterator: # of (place, row as read)
     "The rows of a parquet file, a folder saved by `datasets`, or `hf:org/name` with an optional `:split`."

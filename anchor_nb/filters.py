@@ -94,9 +94,10 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     recipe = Mine(data=data, out=out, instructions=instructions)
     with new_folder(Path(out)/"pairs") as pairs:
         for name, table in tables.items():
-            found = list(score_rows(table, embedder, instruction_of(name, recipe)) if embedder else stored_scores(name, table))
+            said = instruction_of(name, recipe)
+            found = list(score_rows(table, embedder, said) if embedder else stored_scores(name, table))
             left = (filtered(row, scores, minimum, maximum, each) for row, scores in zip(table, found))
-            written = write_pairs(pairs, name, (row for row in left if row), format)
+            written = write_pairs(pairs, name, filter(None, left), format, place=Path(out)/"pairs")
             report[name] = margin_summary(found, minimum, maximum) | dict(written=written["rows"])
         write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
     return report

@@ -92,23 +92,27 @@ def check_target(out: str,      # folder for `pairs` and the report
     pairs = Path(out)/"pairs"
     there = {path.name for path in pairs.iterdir() if not path.name.startswith(".")} if pairs.is_dir() else set()
     if foreign := sorted(there - {f"{name}{ending(format)}" for name in names}):
-        raise ValueError(f"{pairs} holds {', '.join(foreign)}, which this command would not write and training would read; "
-                         "choose another out, or take what is there away")
+        raise ValueError(f"{pairs} holds {', '.join(foreign)}, which this command would not write and training "
+                         "would read; choose another out, or take what is there away")
     if there and not any((Path(out)/name).is_file() for name in ("report.json", "run.json")):
-        raise ValueError(f"{pairs} holds {', '.join(sorted(there))}, and neither report.json nor run.json beside it says that "
-                         "a command has written them; choose another out, or take what is there away")
+        raise ValueError(f"{pairs} holds {', '.join(sorted(there))}, and neither report.json nor run.json beside it "
+                         "says that a command has written them; choose another out, or take what is there away")
 
 def write_pairs(folder,               # made if need be
                 name: str,            # of the dataset, and so of the file
                 rows: Iterable,       # in the common form, with scores or without
                 format: str = "anchor_nb", # a key of `FORMATS`
                 required: bool = True, # a dataset without rows is an error; else it has no file
+                place="",             # where a folder that has another name yet will lie, for messages; empty: `folder`
                ) -> dict:             # path, rows
     "Write a dataset; the file appears when all of it is there. ValueError names the row and the fix, or the file that would have none."
     path = Path(folder)/f"{name}{ending(format)}"
-    draft, rows = draft_of(path), numbered(rows, FORMATS[format], Path(path.name))
+    shown = Path(place or folder)/path.name
+    draft, rows = draft_of(path), numbered(rows, FORMATS[format], shown)
     if (first := next(rows, None)) is None:
-        if required: raise ValueError(f"{path.name} would hold no row, and nothing can be trained on it; loosen what leaves rows out, or take {name} out of the data")
+        if required:
+            raise ValueError(f"{shown} would hold no row, and nothing can be trained on it; "
+                             f"loosen what leaves rows out, or take {name} out of the data")
         path.unlink(missing_ok=True) # of an earlier call
         return dict(path="", rows=0)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,11 +23,11 @@ GOOD = '{"query": "a question", "positive": "an answer"}\n'
     ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 400 + "]}", ", field 'positive_scores[0]' holds something that is no finite"),
     ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 5000 + "]}", ": a number that cannot be read"),
     ('{"query": "a", "positive": "b", "negative": "c", "scores": [0.5, NaN]}', ", field 'scores[0]' holds something that is no finite number: nan"),
-    ('{"query": "a", "positive": "b", "positive_scores": [Infinity]}', "no finite number: inf")])
+    ('{"query": "a", "positive": "b", "positive_scores": [Infinity]}', ", field 'positive_scores[0]' holds something that is no finite number: inf")])
 def test_a_faulty_line_has_its_place(line, expected, tmp_path):
     (tmp_path/"mine.jsonl").write_text(GOOD * 2 + line + "\n" + GOOD)
     with pytest.raises(ValueError) as caught: load_pairs(str(tmp_path), tmp_path/"cache")
-    assert f"mine.jsonl, line 3{expected}" in str(caught.value) or "line 3" in str(caught.value) and expected in str(caught.value)
+    assert f"mine.jsonl, line 3{expected}" in str(caught.value)
 
 
 @pytest.mark.parametrize("raw, instruction, document_instruction", [
