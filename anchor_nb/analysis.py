@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from .data import POSITIVE, QUERY, as_texts, find_sources, parse_row, permutation, read_lines, read_table
 from .evaluation import Candidate, candidates, revision
-from .files import write_text
+from .files import keep_apart, write_text
 from .geometry import geometry, isotropic
 from .ledger import append_rows, write_json
 from .sources import cache_dir
@@ -52,7 +52,7 @@ def text_of(raw: dict, name: str, place: str) -> str:
 def negative_of(raw: dict, fields: list, texts: list, place: str) -> str: # empty where there is none
     "The first hard negative of a pair, among the fields in which training finds them; ValueError names file, line and field."
     further = {name: value for name, value in raw.items() if name.startswith("neg") and name not in fields and "scores" not in name}
-    try: negatives = parse_row(further | dict(query=texts[0], positive=texts[1]))["negatives"]
+    try: negatives = parse_row(further | dict(query=texts[0], positive=raw[fields[1]]))["negatives"]
     except ValueError as error: raise ValueError(f"{place}, {error}") from None
     return negatives[0] if negatives else ""
 
@@ -102,6 +102,7 @@ def names_of(paths: list) -> list: # of names, in the same order
 def checkpoints_of(settings) -> list: # of `Candidate`
     "Both models, and the one that was trained again, with what was kept on the way."
     paths = [path for path in (settings.a, settings.b, settings.again) if path]
+    keep_apart(settings.out, data=settings.data, models=paths)
     return candidates(dict(zip(names_of(paths), paths)), settings.snapshots)
 
 # %% ../nbs/14c_analysis.ipynb #b68829de

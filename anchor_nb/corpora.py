@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable
 
+from .files import new_folder
 from .prompts import load_instructions
 from . import sources
-from .sources import FetchError, Item, Package, cache_dir, fetch_package, new_folder, pick, sha256
+from .sources import FetchError, Item, Package, cache_dir, fetch_package, pick, sha256
 
 # %% ../nbs/03_corpora.ipynb #bdd87af0
 @dataclass(frozen=True)

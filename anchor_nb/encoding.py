@@ -19,14 +19,14 @@ import numpy as np
 from safetensors.numpy import save
 from safetensors.torch import load_file
 from . import __version__
-from .files import write_text
+from .files import keep_apart, write_text
 from .progress import progress
 from .recipe import Recipe, check_names, identity, setting
 from .redaction import without_secrets
 from .data import content_hash, file_hash, find_sources, open_table
 from .run_folder import locked
 from .launch import already_launched, find_node, launch, usable_gpus
-from .embedder import AnchorEmbedder, ahead, base_of, find_model
+from .embedder import AnchorEmbedder, ahead, base_of, chain, find_model
 
 # %% ../nbs/11b_corpora_encoding.ipynb #a8a7b61b
 DTYPES = ("float32", "float16", "int8", "binary")
@@ -73,8 +73,6 @@ def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     beir = Path(corpus)/"corpus.jsonl"
     try: found = [str(beir)] if beir.is_file() else list(find_sources(corpus).values())
     except FileNotFoundError as error: raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None
-    if odd := [name for name in found if Path(name).is_file() and not is_lines(name) and not name.endswith(".parquet")]:
-        raise ValueError(f"{odd[0]} is neither JSONL nor parquet; name it .jsonl if it has one JSON object a line, and unpack it if it is compressed")
     return found
 
 def survey(source: str, each: int, first: int = 0) -> tuple: # (hash of the content, list of `Piece`)
@@ -245,6 +243,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
                  ) -> dict:            # out, rows, shards, dimension, dtype, bytes; what this call made, seconds; complete
     "Encode a corpus into `out`, or go on where it was stopped."
     began, settings = time.monotonic(), Encoding(corpus=str(corpus), model=str(model), out=str(out), **check_names(Encoding, settings))
+    keep_apart(out, corpus=str(corpus), model=[str(model), *chain(find_model(str(model)))])
     first, shared = colleagues()
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)

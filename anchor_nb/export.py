@@ -11,13 +11,12 @@ __all__ = ['POOLING_MODES', 'ALL_MODES', 'OF_VERSION_5', 'TEI_DECODERS', 'ENCODE
 
 # %% ../nbs/11_export.ipynb #d0c2ed42
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import torch
 from . import __version__
-from .files import replace_folder, saving, write_text
+from .files import keep_apart, new_folder, saving, write_text
 from .prompts import Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout
 from .corpora import training_instructions
 from .attention import is_causal
@@ -231,6 +230,7 @@ def export(model: str,             # run folder, model folder, adapter folder, h
           ) -> dict:               # out, bytes, dtype, dimension, max_length, pooling, prompts, readers
     "Write a model in the layout of sentence-transformers; ValueError where `out` exists, or where no other library could give the same vectors."
     out, folder, stored = Path(out), find_model(model), stored_dtype(model)
+    keep_apart(out, model=[model, *chain(folder)])
     if out.exists(): raise ValueError(f"{out} exists; choose another out, or delete it")
     if dtype not in ("", *DTYPES): raise ValueError(f"dtype={dtype!r}; there are {', '.join(DTYPES)}")
     if adapter and (dtype or head): raise ValueError("an adapter alone keeps its own type and has no head; leave dtype and head out")
@@ -243,13 +243,10 @@ def export(model: str,             # run folder, model folder, adapter folder, h
     for text in named.values(): embedder.formatter(["text"], text) # an instruction that leaves no room for a text
     written = beginnings(layout, named) | (embedder.prompts if prompts is None and not query else {}) # a checkpoint may bring its own
     base = adapter_base(folder, embedder) if adapter else ""
-    with saving(part := out.with_name(f".{out.name}.part"), str(out)):
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    with new_folder(out) as part, saving(part, str(out)):
         if adapter: write_adapter(folder, part, base, embedder.lm.base_model_prefix + ".")
         else: write_weights(embedder, part, dtype or stored, head, facts.get("recipe", {}).get("matryoshka_dims", []))
         write_folder(embedder, part, named, written, base)
-        replace_folder(part, out)
     return dict(out=str(out), bytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()), dtype=dtype or stored, dimension=embedder.lm.config.hidden_size,
                 max_length=layout.max_length, pooling=embedder.pooling, prompts=written, readers=readers(out))
 

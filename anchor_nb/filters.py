@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Iterable, Iterator
 import numpy as np
-from .files import write_text
+from .files import keep_apart, new_folder, write_text
 from .recipe import Mine
 from .data import load_pairs
-from .writing import FORMATS, write_pairs
+from .writing import FORMATS, check_target, write_pairs
 from .mining import instruction_of
 
 # %% ../nbs/13a_filters.ipynb #c7e9b7ef
@@ -84,15 +84,20 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
                 ) -> dict:       # dataset -> rows, below, above, written, quantiles, histogram
     "Keep what lies between two margins; ValueError or FileNotFoundError names the fix."
     check_ends(minimum, maximum, each, format, out)
+    keep_apart(out, data=data)
     tables, report, embedder = load_pairs(data), {}, None
+    check_target(out, tables, format)
     if model:
-        from anchor_nb.embedder import AnchorEmbedder
+        from anchor_nb.embedder import AnchorEmbedder, chain, find_model
+        keep_apart(out, model=[model, *chain(find_model(model))])
         embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length)
     recipe = Mine(data=data, out=out, instructions=instructions)
-    for name, table in tables.items():
-        found = list(score_rows(table, embedder, instruction_of(name, recipe)) if embedder else stored_scores(name, table))
-        left = (filtered(row, scores, minimum, maximum, each) for row, scores in zip(table, found))
-        written = write_pairs(Path(out)/"pairs", name, (row for row in left if row), format)
-        report[name] = margin_summary(found, minimum, maximum) | dict(written=written["rows"])
-    write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
+    with new_folder(Path(out)/"pairs") as pairs:
+        for name, table in tables.items():
+            said = instruction_of(name, recipe)
+            found = list(score_rows(table, embedder, said) if embedder else stored_scores(name, table))
+            left = (filtered(row, scores, minimum, maximum, each) for row, scores in zip(table, found))
+            written = write_pairs(pairs, name, filter(None, left), format, place=Path(out)/"pairs")
+            report[name] = margin_summary(found, minimum, maximum) | dict(written=written["rows"])
+        write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
     return report

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 import numpy as np
+from .files import write_text
 from .benchmarks import data_id, leaves, refuse_empty, rows_of, sizes, superseded_expected
 from .evaluation import BM25
 from .significance import interval_of, statistic
@@ -144,11 +145,7 @@ def save_evaluation(evaluation: Evaluation, # what to keep
                     path: Path,             # a JSON file; folders are made
                    ) -> Path:
     "Write an evaluation with the values of its items, whole or not at all."
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(asdict(evaluation)), encoding="utf-8")
-    return partial.replace(path)
+    return write_text(path, json.dumps(asdict(evaluation)))
 
 def load_evaluation(path: Path) -> Evaluation:
     "Read what `save_evaluation` wrote; ValueError names the file."

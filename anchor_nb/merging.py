@@ -17,10 +17,10 @@ from typing import Iterator
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from .files import replace_folder, saving, write_text
+from .files import keep_apart, new_folder, saving, write_text
 from .prompts import LAYOUT_FILE, Layout
 from .foreign import kind_of
-from .embedder import base_of, find_model, stored_facts
+from .embedder import base_of, chain, find_model, stored_facts
 from .identity import content_at
 
 # %% ../nbs/13b_merging.ipynb #b772a477
@@ -250,16 +250,13 @@ def merge_models(models: list,           # run folders or model folders, two or 
     check_merge(models, out, method, missing, dtype)
     check_policy(policy, len(models)); check_arcs(policy, method, weights)
     out = Path(out)
-    part = out.with_name(f".{out.name}.writing")
     with ExitStack() as stack:
         opened = [Weights(model, stack) for model in models]
         folders = [model.folder for model in opened]
         check_configs(folders); check_tokenizers(folders, missing)
         names = check_tensors(opened, missing)
         check_patterns(policy, names)
-        with saving(part, out.name):
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+        with new_folder(out) as part, saving(part, out.name):
             copy_rest(max(folders, key=lambda folder: len(vocabulary(folder))), part)
             write_use(folders, part)
             size = write_shards(part, tensors_of(names, opened, policy, method, weights, dtype), shard_bytes)
@@ -267,7 +264,6 @@ def merge_models(models: list,           # run folders or model folders, two or 
                          method=method, policy=policy, missing=missing, dtype=dtype, tensors=len(names), bytes=size)
             finish_config(part, opened, dtype)
             write_text(part/"merge.json", json.dumps(facts, indent=1) + "\n")
-            replace_folder(part, out)
     return dict(out=str(out)) | facts
 
 # %% ../nbs/13b_merging.ipynb #3504bf25
@@ -279,8 +275,9 @@ def check_merge(models: list, out: str, method: str, missing: str, dtype: str):
     if missing not in ("error", "copy"): raise ValueError(f"missing={missing!r}; choose one of error, copy")
     if dtype and dtype not in ("float32", "bfloat16", "float16"): raise ValueError(f"dtype={dtype!r}; choose one of float32, bfloat16, float16")
     if not out: raise ValueError("out is empty; name a folder for the result")
-    if Path(out).exists() and not (Path(out)/"merge.json").is_file(): raise ValueError(f"{out} is there and was not made by a merge; choose another out")
-    if any(Path(out).resolve() in (Path(model).resolve(), Path(find_model(model)).resolve()) for model in models): raise ValueError(f"{out} is one of the models; choose another out")
+    keep_apart(out, models=[folder for model in models for folder in (model, *chain(find_model(model)))])
+    if Path(out).exists() and not (Path(out)/"merge.json").is_file():
+        raise ValueError(f"{out} is there and was not made by a merge; choose another out")
 
 def finish_config(folder: Path, models: list, dtype: str):
     "Let config.json say the type and the rows of the vocabulary that the weights have."

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 import numpy as np
 import torch
-from .files import write_text
+from .files import keep_apart, new_folder, write_text
 from .recipe import Mine
 from .data import content_hash, file_hash, find_sources, generator, load_pairs
-from .writing import as_columns, ending, write_pairs
+from .writing import as_columns, check_target, ending, write_pairs
 from .corpora import training_instructions
 from .launch import usable_gpus
+from .embedder import chain, find_model
 from .encoding import Encoding, corpus_sources, encode_corpus, entries, model_files, open_encoded, survey
 
 # %% ../nbs/13_mining.ipynb #d2a20e97
@@ -268,7 +269,11 @@ def summary(found: list, # of `Mined`
 # %% ../nbs/13_mining.ipynb #f9b350ed
 def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and rows)
     "Read and check all rows; ValueError or FileNotFoundError names the place and the fix."
+    model = [] if recipe.model == "bm25" else [recipe.model, *chain(find_model(recipe.model))]
+    for target in filter(None, (recipe.out, recipe.vectors)):
+        keep_apart(target, data=recipe.data, corpus=recipe.corpus, model=model)
     tables, sources = load_pairs(recipe.data), find_sources(recipe.data)
+    check_target(recipe.out, tables, recipe.format)
     if recipe.corpus: corpus_sources(recipe.corpus)
     if recipe.format == "columns":
         for name, table in tables.items():
@@ -287,12 +292,14 @@ def mine(recipe: Mine) -> dict: # dataset -> its report
     "Mine every dataset: new pairs in `pairs`, the report in `report.json`."
     tables, _ = check_pairs(recipe)
     out, report = Path(recipe.out), {}
-    for name, table in tables.items():
-        pool = Pool(out/"texts"/f"{name}-documents.jsonl")
-        found, known = mine_dataset(name, table, pool, recipe)
-        check_left(name, found, recipe)
-        written = write_pairs(out/"pairs", name, mined_rows(name, table, pool, found, known, recipe), recipe.format)
-        report[name] = summary(list(found.values()), len(pool), recipe) | dict(written=written["rows"])
-        pool.file.close()
-    write_text(out/"report.json", json.dumps(report, indent=1) + "\n")
+    with new_folder(out/"pairs") as pairs:
+        for name, table in tables.items():
+            pool = Pool(out/"texts"/f"{name}-documents.jsonl")
+            found, known = mine_dataset(name, table, pool, recipe)
+            check_left(name, found, recipe)
+            rows = mined_rows(name, table, pool, found, known, recipe)
+            written = write_pairs(pairs, name, rows, recipe.format, place=out/"pairs")
+            report[name] = summary(list(found.values()), len(pool), recipe) | dict(written=written["rows"])
+            pool.file.close()
+        write_text(out/"report.json", json.dumps(report, indent=1) + "\n")
     return report

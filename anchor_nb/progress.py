@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tqdm import tqdm
+from .files import draft_of
 
 # %% ../nbs/00d_progress.ipynb #06635616
 def in_kernel() -> bool: # of Jupyter; nbdev's tests run cells without one
@@ -78,7 +79,7 @@ class Relay(Lines):
 
     def display(self, msg=None, pos=None):
         "Write down where we are, in one step."
-        draft = self.path.with_suffix(".part")
+        draft = draft_of(self.path)
         draft.write_text(json.dumps({name: getattr(self, name) for name in ("desc", "unit", "n", "total", "initial", "postfix")}), encoding="utf-8")
         os.replace(draft, self.path)
 

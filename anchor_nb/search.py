@@ -9,7 +9,6 @@ __all__ = ['MANIFEST', 'Found', 'by_faiss', 'by_torch', 'check_vectors', 'search
 
 # %% ../nbs/11c_search.ipynb #5fd08e98
 import json
-import tempfile
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from . import __version__
-from .files import damage, replace_folder, seal, write_text
+from .files import damage, keep_apart, new_folder, seal, write_text
 from .ledger import read_json
 from .attention import is_causal
 from .embedder import AnchorEmbedder
@@ -137,16 +136,12 @@ def save(index: Index, folder: str | Path) -> Path: # the folder
     "Write an index, in place of an older one; ValueError where the folder holds something else."
     folder = Path(folder)
     if folder.exists() and not (folder/MANIFEST).is_file() and any(folder.iterdir()): raise ValueError(f"{folder} is there and holds no index; name a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as draft:
-        part = Path(draft)/"index"
-        part.mkdir()
+    with new_folder(folder) as part:
         np.save(part/"vectors.npy", index.vectors)
         write_text(part/"documents.jsonl", "".join(json.dumps(dict(_id=name, text=text)) + "\n" for name, text in zip(index.ids, index.texts)))
         about = dict(anchor_nb=__version__, rows=len(index), truncate_dim=index.truncate_dim, corpus=index.corpus, embedder=identity(index.embedder))
         write_text(part/MANIFEST, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
         seal(part)
-        replace_folder(part, folder)
     return folder
 
 def load(cls, embedder: AnchorEmbedder, # the one that it was made with
@@ -221,6 +216,7 @@ def open_index(embedder: AnchorEmbedder,
     idle = [name for name, value in dict(keep=keep, field=field, id_field=id_field, **dict(texts=texts, truncate_dim=truncate_dim) if stored else {}).items() if value]
     if idle and (stored or is_shards(corpus)): raise ValueError(f"{corpus} holds vectors already, for which {idle[0]} says nothing; leave it out, or name the corpus itself")
     if stored: return Index.load(embedder, corpus)
+    if keep: keep_apart(keep, corpus=corpus, texts=texts)
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
     documents, contents = read_corpus(corpus, field, id_field)
     if keep and (Path(keep)/MANIFEST).is_file():
@@ -246,5 +242,6 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
     if not queries: raise ValueError("there is no query; give at least one")
     if k < 1: raise ValueError(f"k={k}; ask for 1 or more")
     check_corpus(corpus)
+    if keep: keep_apart(keep, corpus=corpus, texts=texts)
     index = open_index(AnchorEmbedder.from_pretrained(model, **how), corpus, keep, texts, field, id_field, truncate_dim, show_progress_bar)
     return [dict(query=query, hits=[hit._asdict() for hit in hits]) for query, hits in zip(queries, index.search(queries, k, instruction))]

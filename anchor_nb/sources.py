@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PACKAGES', 'DIGITS', 'TRADES', 'HOMES', 'ANIMALS', 'PASTIMES', 'DAYS', 'QUESTIONS', 'SENTENCES', 'cache_dir',
-           'new_folder', 'sha256', 'FetchError', 'Package', 'apt_get', 'client_commands', 'run_client', 'fetch_package',
+           'sha256', 'FetchError', 'Package', 'apt_get', 'client_commands', 'run_client', 'fetch_package',
            'deb_content', 'read_member', 'inside', 'index_files', 'fetch_debian_index', 'Item', 'collapse',
            'wiki_items', 'dictd_number', 'clean_foldoc', 'foldoc_items', 'synset', 'wordnet_items', 'stanzas',
            'debian_items', 'sts_rows', 'sentiment_rows', 'pick', 'toy_item', 'toy_items']
@@ -23,32 +23,16 @@ import tarfile
 import tempfile
 import zipfile
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from .files import new_folder, scratch
 
 # %% ../nbs/02a_sources.ipynb #272b34bd
 def cache_dir() -> Path:  # the folder, which need not exist yet
     "Where fetched packages, corpora and models live: `$ANCHOR_NB_CACHE`, else `~/.cache/anchor_nb`."
     return Path(os.environ.get("ANCHOR_NB_CACHE") or Path.home() / ".cache" / "anchor_nb").expanduser()
-
-# %% ../nbs/02a_sources.ipynb #0995da62
-@contextmanager
-def new_folder(target: Path,  # the folder to make or replace
-               ):             # yields the temporary folder to write into
-    "A folder that appears as `target` when the block ends well, and not at all when it raises."
-    target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as holder:
-        work, old = Path(holder, "new"), Path(holder, "old")
-        work.mkdir()
-        yield work
-        if target.exists(): target.rename(old)
-        try: work.rename(target)
-        except OSError:
-            if old.exists(): old.rename(target)
-            raise
 
 # %% ../nbs/02a_sources.ipynb #fee09ca8
 def sha256(path: Path) -> str:  # a file to hash; returns the hexadecimal digest
@@ -128,9 +112,8 @@ def fetch_package(package: Package,            # what to fetch
     folder = Path(folder or cache_dir() / "packages")
     target = folder / package.file
     if target.is_file() and sha256(target) == package.sha256: return target
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as work:
+        with scratch(folder, "fetch") as work:
             for part in ("lists/partial", "archives"): Path(work, part).mkdir(parents=True)
             for command in client_commands(package): run_client(command, work)
             archives = [p for p in Path(work).iterdir() if p.suffix in (".whl", ".deb", ".tgz")]

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['FORMATS', 'scores_of', 'as_ours', 'as_gritlm', 'as_columns', 'ending', 'numbered', 'write_table', 'write_lines',
-           'write_pairs']
+           'check_target', 'write_pairs']
 
 # %% ../nbs/02b_writing.ipynb #e5f5af19
-import json, os
+import json
 from itertools import chain, islice
 from pathlib import Path
 from typing import Iterable, Iterator
+from .files import draft_of
 
 # %% ../nbs/02b_writing.ipynb #b3e87e25
 def scores_of(row: dict, positive: str, negative: str) -> dict: # empty where the row has none
@@ -84,17 +85,34 @@ def write_lines(path: Path, rows: Iterator) -> int: # rows that were written
     return total
 
 # %% ../nbs/02b_writing.ipynb #f937b34b
+def check_target(out: str,      # folder for `pairs` and the report
+                 names,         # of the datasets that will be written
+                 format: str = "anchor_nb"): # a key of `FORMATS`
+    "ValueError where `pairs` holds files that no earlier run of the same kind has written, since training reads all."
+    pairs = Path(out)/"pairs"
+    there = {path.name for path in pairs.iterdir() if not path.name.startswith(".")} if pairs.is_dir() else set()
+    if foreign := sorted(there - {f"{name}{ending(format)}" for name in names}):
+        raise ValueError(f"{pairs} holds {', '.join(foreign)}, which this command would not write and training "
+                         "would read; choose another out, or take what is there away")
+    if there and not any((Path(out)/name).is_file() for name in ("report.json", "run.json")):
+        raise ValueError(f"{pairs} holds {', '.join(sorted(there))}, and neither report.json nor run.json beside it "
+                         "says that a command has written them; choose another out, or take what is there away")
+
 def write_pairs(folder,               # made if need be
                 name: str,            # of the dataset, and so of the file
                 rows: Iterable,       # in the common form, with scores or without
                 format: str = "anchor_nb", # a key of `FORMATS`
                 required: bool = True, # a dataset without rows is an error; else it has no file
+                place="",             # where a folder that has another name yet will lie, for messages; empty: `folder`
                ) -> dict:             # path, rows
     "Write a dataset; the file appears when all of it is there. ValueError names the row and the fix, or the file that would have none."
     path = Path(folder)/f"{name}{ending(format)}"
-    draft, rows = path.with_name(f".{path.name}.{os.getpid()}.tmp"), numbered(rows, FORMATS[format], path)
+    shown = Path(place or folder)/path.name
+    draft, rows = draft_of(path), numbered(rows, FORMATS[format], shown)
     if (first := next(rows, None)) is None:
-        if required: raise ValueError(f"{path} would hold no row, and nothing can be trained on it; loosen what leaves rows out, or take {name} out of the data")
+        if required:
+            raise ValueError(f"{shown} would hold no row, and nothing can be trained on it; "
+                             f"loosen what leaves rows out, or take {name} out of the data")
         path.unlink(missing_ok=True) # of an earlier call
         return dict(path="", rows=0)
     path.parent.mkdir(parents=True, exist_ok=True)
