@@ -198,7 +198,10 @@ class Stage2(Training):
     matryoshka_weights: list = setting([], "weight of each of matryoshka_dims beside the full embedding's 1; empty: 1 each", "Kusupati et al. 2022: 1 each")
     distillation: str = setting("none", "learn a teacher's scores of positive and hard negatives: none, margin_mse or kl", "paper: none; Hofstätter et al. 2020; FlagEmbedding: kl", ("none", "margin_mse", "kl"))
     distillation_weight: float = setting(1.0, "weight of the distillation", "ours")
-    teacher_temperature: float = setting(1.0, "the teacher's scores are divided by this, the student's cosines by temperature", "ours: scores as they are in the rows")
+    teacher_temperature: float = setting(
+        0.0, "the teacher's scores are divided by this, the student's cosines by temperature; 0: by temperature too, "
+        "right for a teacher that gives cosines, as mine does; a cross-encoder's logits take 1",
+        "ours: two models with the same cosines must agree, and they do at the same temperature only")
     contrastive_weight: float = setting(1.0, "weight of InfoNCE; 0: distillation alone", "ours")
     lora_rank: int = setting(16, "rank of the adapters on all linear projections; 0: all parameters train", "paper: LoRA rank 16; gritlm-re: all parameters")
     lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank")
@@ -212,7 +215,7 @@ class Stage2(Training):
             (not 0 <= self.tau_plus < 1, f"tau_plus must lie in [0, 1), it is {self.tau_plus}"),
             (self.guide != "" and self.margin == "none", "guide is set and margin is none; give margin=absolute or relative"),
             (not (self.sigreg >= 0 and self.distillation_weight >= 0 and self.contrastive_weight >= 0), "sigreg, distillation_weight and contrastive_weight must not be negative"),
-            (not self.teacher_temperature > 0, f"teacher_temperature must be over 0, it is {self.teacher_temperature}"),
+            (not self.teacher_temperature >= 0, f"teacher_temperature must not be negative, it is {self.teacher_temperature}"),
             (not self.sigreg_directions > 0, f"sigreg_directions must be over 0, it is {self.sigreg_directions}"),
             (not all(isinstance(size, int) and size > 0 for size in self.matryoshka_dims) or len(set(self.matryoshka_dims)) < len(self.matryoshka_dims), f"matryoshka_dims must be different whole numbers over 0, they are {self.matryoshka_dims}"),
             (not all(isinstance(weight, (int, float)) and weight > 0 for weight in self.matryoshka_weights), f"matryoshka_weights must be numbers over 0, they are {self.matryoshka_weights}"),
