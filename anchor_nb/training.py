@@ -206,6 +206,9 @@ def check_inputs(recipe: Training) -> Inputs:
     check_causal(model)
     if not recipe.bidirectional and not is_causal(AutoConfig.from_pretrained(model)): raise ValueError(f"{recipe.model} was trained with bidirectional attention; set bidirectional=true")
     if (before := stored_facts(model).get("pooling", recipe.pooling)) != recipe.pooling: warnings.warn(f"{recipe.model} was trained with pooling={before}, and this run takes pooling={recipe.pooling}")
+    if recipe.warmup_steps >= recipe.steps:
+        warnings.warn(f"warmup_steps={recipe.warmup_steps} does not end within steps={recipe.steps}, so the learning rate "
+                      "stays below its peak; give fewer, or warmup_steps=-1 for the paper's share of the steps")
     formatter, instructions = training_formatter(model, recipe), training_instructions(recipe.instructions)
     tables = load_pairs(recipe.data)
     if getattr(recipe, "pairing", "own") == "strangers": tables = {name: strangers(table, recipe.seed) for name, table in tables.items()}

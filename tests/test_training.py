@@ -141,6 +141,28 @@ def test_pinned_trajectory(name, tmp_path):
     assert found == pytest.approx(pinned[name], rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", [Stage1, Stage2])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_every_schedule_reaches_its_peak(stage, schedule, tmp_path):
+    "Whatever the number of steps, where nothing is said of a warm-up; the paper's runs keep its 300 steps."
+    from transformers import get_scheduler
+    from anchor_nb.training import training_arguments
+    for steps in (1, 2, 30, 100, 299, 300, 301, stage.steps, 3*stage.steps):
+        args = training_arguments(stage(out=str(tmp_path), steps=steps, schedule=schedule))
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
+        rates = [args.learning_rate*scheduler.lr_lambdas[0](step) for step in range(steps)]
+        assert max(rates) == pytest.approx(args.learning_rate), steps
+        assert steps < stage.steps or args.warmup_steps == 300
+
+
+def test_a_warm_up_that_does_not_end_is_said(tmp_path):
+    "Where a preset's 300 steps meet fewer steps of one's own."
+    from anchor_nb.training import check_inputs
+    with pytest.warns(UserWarning, match="warmup_steps=300 does not end within steps=100, .*warmup_steps=-1"):
+        check_inputs(recipe(Stage1, tmp_path, steps=100, warmup_steps=300))
+
+
 def assert_changes(stage, usual, switch, tmp_path):
     "The runs with and without a switch differ."
     from anchor_nb.training import train
