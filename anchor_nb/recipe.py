@@ -204,7 +204,7 @@ class Stage2(Training):
     margin: str = setting("none", "candidates that score within margin_size of the positive, or above it, are no negatives: none, absolute, or relative to the positive's score", "ours: none; GISTEmbed, NV-Retriever, Qwen3-Embedding", ("none", "absolute", "relative"))
     margin_size: float = setting(0.0, "how far below the positive's cosine the limit lies; below 0: above it", "GISTEmbed: 0 by a guide; NV-Retriever: 0.05 relative; Qwen3-Embedding: -0.1 absolute")
     guide: str = setting("", "embedder whose cosines the margin looks at; empty: those of the model in training", "GISTEmbed: a frozen embedder")
-    tau_plus: float = setting(0.0, "share of candidates that are taken to be false negatives; 0: plain InfoNCE", "paper: plain; Chuang et al. 2020 and gritlm-re: 0.1")
+    tau_plus: float = setting(0.0, "share of candidates that are taken to be false negatives; 0: plain InfoNCE", "paper: plain, as gritlm-re's script; Chuang et al. 2020 and gritlm-re's option debiased: 0.1")
     sigreg: float = setting(0.0, "weight of the regulariser that makes embeddings isotropic; the same at any batch size and number of processes", "paper: none; gritlm-re: 0.05, of a statistic that grows with the batch")
     sigreg_directions: int = setting(256, "random directions of a step on which the regulariser looks", "gritlm-re: 256")
     matryoshka_dims: list = setting([], "shorter embeddings that are trained too, such as 64 and 256; the full one always is", "paper: none; Kusupati et al. 2022")
