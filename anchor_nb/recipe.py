@@ -115,7 +115,7 @@ class Training(Recipe):
     weight_decay: float = setting(0.0, "AdamW weight decay", "authors' code: the default, 0")
     max_grad_norm: float = setting(1.0, "gradient norm is clipped to this", "authors' code: the default, 1.0")
     seed: int = setting(42, "decides order of data, adapters and dropout", "authors' code: 42")
-    precision: str = setting("auto", "auto: bf16 with fp32 weights on a GPU, fp32 on a CPU", "ours; the authors' code trains pure bf16 weights", ("auto", "fp32", "bf16", "pure_bf16", "fp64"))
+    precision: str = setting("auto", "auto: bf16 with fp32 weights on a GPU; on a CPU what is faster in a short trial, fp32 for small models", "ours; the authors' code trains pure bf16 weights", ("auto", "fp32", "bf16", "pure_bf16", "fp64"))
     optimizer: str = setting("adamw", "adamw, or adamw_8bit, whose states take less memory (pip install anchor_nb[8bit])", "authors' code: AdamW", ("adamw", "adamw_8bit"))
     attention: str = setting("auto", "auto (the fastest that can run), packed_sdpa, packed_varlen, or flash_attention_2, 3 or 4", "paper: FlashAttention-2", ATTENTIONS, how=True)
     gradient_checkpointing: str = setting("auto", "recompute activations to save memory: always, never, or auto, where nothing else fits", "ours: packing leaves room; the paper has it on", ("auto", "always", "never"), how=True)

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['same', 'quiet_worker', 'WholeCheckpoints', 'AnchorTrainer', 'training_arguments', 'Inputs', 'start_of',
            'range_of_scores', 'check_rows', 'check_inputs', 'build_model', 'with_adapter', 'saver', 'check_same_run',
-           'train', 'make_trainer', 'run_trainer', 'finish', 'write_model']
+           'precision_begun', 'with_precision', 'train', 'make_trainer', 'run_trainer', 'finish', 'write_model']
 
 # %% ../nbs/09_training.ipynb #2e118d0d
 import json, os, shutil, time, warnings
 from contextlib import closing, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,7 @@ from .distillation import check_scale
 from .objectives import Objectives, make_objectives
 from .simcse import set_attention_dropout
 from .steps import ContrastiveStep, ReconstructionStep, Steps
+from .precision import auto_precision
 
 # %% ../nbs/09_training.ipynb #41206b55
 def same(item):
@@ -262,16 +263,36 @@ def check_same_run(recipe: Training, data: dict):
         if changed := [f"{name} is {there[name]!r} there and {value!r} here" for name, value in here.items() if there[name] != value]:
             raise ValueError(f"{folder} is of another run: {'; '.join(changed)}; choose another out, or delete that folder to start over")
 
+# %% ../nbs/09_training.ipynb #87f9cac0
+def precision_begun(out) -> str: # empty: nothing of a run is there
+    "The precision with which the run in a folder began."
+    for folder in [*checkpoints(out)[::-1], Path(out)/"model"]:
+        try: return json.loads((folder/"anchor_nb.json").read_text(encoding="utf-8"))["recipe"]["precision"]
+        except (OSError, ValueError, KeyError): continue # damaged, which is said when it is to be resumed from
+    return ""
+
+def with_precision(recipe: Training, args: TrainingArguments) -> tuple: # (recipe, arguments) of the precision chosen
+    "Decide what `precision=auto` means for a run that begins, and say it."
+    config = AutoConfig.from_pretrained(start_of(recipe))
+    precision, why = of_first_rank(auto_precision(config) if args.process_index == 0 else None)
+    if args.process_index == 0: print(f"precision: {precision}, since {why}", flush=True)
+    chosen = replace(recipe, precision=precision)
+    same = wants_autocast(precision) == wants_autocast(recipe.precision)
+    return chosen, args if same else training_arguments(chosen)
+
 # %% ../nbs/09_training.ipynb #75634052
 def train(recipe: Training # `Stage1` or `Stage2`
          ) -> dict:        # facts for the manifest
     "Run a training stage to its end; the finished model is in `<out>/model`."
     inputs, out = check_inputs(recipe), Path(recipe.out)
+    begun = precision_begun(out)
+    if begun and recipe.precision == "auto": recipe = replace(recipe, precision=begun)
     check_same_run(recipe, inputs.data)
     if (out/"model"/"facts.json").exists():
         drop_checkpoints(out, keep_every=recipe.keep_every) # of a run that was killed between its last two breaths
         return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
     args = training_arguments(recipe)
+    if not begun and recipe.precision == "auto": recipe, args = with_precision(recipe, args)
     with locked(out) if args.process_index == 0 else nullcontext():
         save = saver(recipe, inputs.formatter, inputs.data)
         checkpoint = of_first_rank(newest_checkpoint(out) if args.process_index == 0 else None)
@@ -316,7 +337,7 @@ def finish(trainer: AnchorTrainer, recipe: Training, save, inputs: Inputs) -> di
     out, module = Path(recipe.out), trainer.accelerator.unwrap_model(trainer.model_wrapped)
     check_same_weights(module)
     count = lambda only_trained: sum(p.numel() for p in module.parameters() if p.requires_grad or not only_trained)
-    facts = dict(data=inputs.data, steps=trainer.state.global_step, processes=world()[1], parameters=count(False), trainable=count(True), last=trainer.facts)
+    facts = dict(data=inputs.data, steps=trainer.state.global_step, precision=recipe.precision, processes=world()[1], parameters=count(False), trainable=count(True), last=trainer.facts)
     with saving(out/".model", "the finished model", clean=trainer.is_world_process_zero()):
         write_model(module, recipe, save, out/".model", inputs.formatter)
         if trainer.is_world_process_zero():
