@@ -33,7 +33,7 @@ class ContrastiveRules:
     matryoshka_weights: tuple = ()    # empty: 1 each
     distillation: str = "none"        # margin_mse or kl
     distillation_weight: float = 1.0
-    teacher_temperature: float = 1.0  # the teacher's scores are divided by it
+    teacher_temperature: float = 0.0  # the teacher's scores are divided by it; 0: by temperature, as the student's
     contrastive_weight: float = 1.0   # of InfoNCE
 
 # %% ../nbs/08m_contrastive_objective.ipynb #a8ef70f9
@@ -64,7 +64,8 @@ def compared(view: View, masked: Tensor, size: int, rules: ContrastiveRules) -> 
 def distillation_share(own: View, teacher: Tensor, size: int, rules: ContrastiveRules) -> tuple:
     "What the teacher's scores ask for on the first `size` numbers."
     student = cosines(own.texts[..., :size], own.candidates[..., :size])/rules.temperature
-    total, count = distillation(rules.distillation)(student, teacher.to(student.dtype)/rules.teacher_temperature)
+    wanted = teacher.to(student.dtype)/(rules.teacher_temperature or rules.temperature)
+    total, count = distillation(rules.distillation)(student, wanted)
     return share(total, gather(count[None]).sum().clamp(min=1))
 
 def sigreg_share(embeddings: Tensor, batch: ContrastiveBatch, rules: ContrastiveRules) -> tuple:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GB', 'FOLDERS', 'HEARD', 'Check', 'check_python', 'installed', 'requirements', 'check_requirements',
            'tested_versions', 'check_tested', 'check_extras', 'driver', 'check_torch', 'check_gpu', 'check_attention',
-           'memory_limit', 'check_memory', 'check_disk', 'check_shared_memory', 'check_kernel', 'check_hub',
-           'check_environment', 'check_smoke', 'found_by', 'gpu_count', 'checks', 'as_text', 'summary']
+           'check_precision', 'memory_limit', 'check_memory', 'check_disk', 'check_shared_memory', 'check_kernel',
+           'check_hub', 'check_environment', 'check_smoke', 'found_by', 'gpu_count', 'checks', 'as_text', 'summary']
 
 # %% ../nbs/15i_doctor.ipynb #b8f81899
 import importlib.metadata, io, os, platform, re, shutil, sys, tempfile, time
@@ -125,6 +125,16 @@ def check_attention() -> Check:
     slow = on_gpu() and usable[0] == "packed_sdpa"
     return Check("attention", "warn" if slow else "ok", f"{usable[0]}" + (f"; also {', '.join(usable[1:])}" if usable[1:] else ""), 'install torch 2.12 or later, or pip install "anchor_nb[flash]"' if slow else "")
 
+# %% ../nbs/15i_doctor.ipynb #b3a35cce
+def check_precision() -> Check:
+    "What `precision=auto` means in training here."
+    from anchor_nb.attention import on_gpu
+    from anchor_nb.operations import SHAPES
+    from anchor_nb.precision import auto_precision, cpu_precision
+    widths = SHAPES["smollm2-135m"]
+    precision, why = auto_precision(None) if on_gpu() else cpu_precision(widths.hidden, widths.mlp)
+    return Check("precision", "ok", f"auto is {precision}: {why}")
+
 # %% ../nbs/15i_doctor.ipynb #38a4247b
 def memory_limit() -> int: # bytes; 0 where there is none
     "What the container allows this process."
@@ -235,7 +245,7 @@ def checks(online: bool = False, # ask the model hub whether it is there; else n
     "Look at everything that this package needs."
     cache, work = cache_dir(), Path.cwd()
     todo = [("python", check_python), ("packages", check_requirements), ("versions", check_tested), ("extras", check_extras), ("torch", check_torch),
-            *((f"gpu {n}", check_gpu, n) for n in range(gpu_count() if find_spec("torch") else 0)), ("attention", check_attention), ("memory", check_memory), ("shared memory", check_shared_memory),
+            *((f"gpu {n}", check_gpu, n) for n in range(gpu_count() if find_spec("torch") else 0)), ("attention", check_attention), ("precision", check_precision), ("memory", check_memory), ("shared memory", check_shared_memory),
             ("cache", check_disk, "cache", cache, "free some space there, or set ANCHOR_NB_CACHE to a folder on a larger disk", 5*GB),
             ("working folder", check_disk, "working folder", work, "free some space there, or work in a folder on a larger disk: runs are written to ./runs"),
             ("kernel", check_kernel), ("hub", check_hub, online), ("environment", check_environment), *([("smoke", check_smoke)] if smoke and not already_launched() else [])]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backbone import run_packed, trunk_of
-from .reconstruction import Anchor, ReconstructionBatch, head_loss, pack_pairs
+from .reconstruction import Anchor, ReconstructionBatch, directed_loss
 
 # %% ../nbs/07d_language.ipynb #003e45d3
 class LanguageBatch(ReconstructionBatch):
@@ -22,17 +22,11 @@ class LanguageBatch(ReconstructionBatch):
 
 class LanguageModelling(Anchor):
     "Next-token prediction on both texts of a pair, laid out and weighted as in stage I."
-    counted = ("target_tokens_documents", "target_tokens_queries")
-    def __init__(self, eos: int, *args, **kwargs): # as for `Anchor`
-        super().__init__(eos, *args, **kwargs)
-        self.parts = dict(loss_documents=self.alpha, loss_queries=1 - self.alpha)
+    names = dict(q2d="documents", d2q="queries") # what is decoded
 
-    def pack(self, pairs: list) -> LanguageBatch: return LanguageBatch(*pack_pairs(pairs, self.rules, self.eos))
+    def pack(self, pairs: list) -> LanguageBatch: return LanguageBatch(*super().pack(pairs))
 
-    def loss(self, lm, batch: LanguageBatch, totals: Tensor) -> tuple: # (share, [2] nats per token of documents and queries)
+    def loss(self, lm, batch: LanguageBatch, totals: Tensor) -> tuple: # (share, [directions] nats a token)
         "This micro-batch's share of the global loss; shares add up."
         hidden = run_packed(trunk_of(lm), batch.decode, visible=batch.visible, causal=True).index_select(0, batch.rows)
-        documents, queries = totals.double()
-        wanted = torch.where(torch.arange(len(batch.targets), device=hidden.device) < batch.documents, self.alpha/documents, (1 - self.alpha)/queries)
-        loss, losses = head_loss(hidden, lm.get_output_embeddings().weight, batch.targets, wanted, self.chunk)
-        return loss, torch.stack([losses[:batch.documents].sum(), losses[batch.documents:].sum()])/totals
+        return directed_loss(hidden, lm, batch, totals, self.alpha, self.chunk)

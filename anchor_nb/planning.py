@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOGIT_BYTES', 'STATES', 'USABLE', 'ENOUGH', 'LIMITS', 'TARGETS', 'ON_CPU', 'Setup', 'kept_bytes', 'model_bytes',
-           'shared', 'activation_bytes', 'head_bytes', 'memory', 'Work', 'Plan', 'step_flops', 'fitting_tokens', 'ways',
-           'remedies', 'choose', 'describe', 'group_room', 'free_memory', 'matrix_rate', 'setup_for', 'plan_for',
-           'kept_plan', 'report', 'table']
+           'shared', 'activation_bytes', 'pooled_bytes', 'head_bytes', 'memory', 'Work', 'Plan', 'step_flops',
+           'fitting_tokens', 'ways', 'remedies', 'choose', 'describe', 'group_room', 'free_memory', 'matrix_rate',
+           'setup_for', 'guide_bytes', 'plan_for', 'kept_plan', 'report', 'table']
 
 # %% ../nbs/08b_planning.ipynb #ec688bd6
 import math, os
@@ -26,6 +26,8 @@ class Setup:
     processes: int = 1                # above one, DDP keeps a copy of the gradients
     head_rows: int = 2048             # rows whose logits exist at the same time; 1024 on a CPU
     sharding: str = "ddp"             # what processes share: see the recipe
+    only_last: bool = True            # is only each text's last state wanted? poolings such as mean want all
+    guide: int = 0                    # bytes of a frozen embedder's weights
 
     def __post_init__(self):
         if self.precision not in ("fp32", "bf16", "pure_bf16"): raise ValueError(f"precision={self.precision!r}; the planner knows fp32, bf16 and pure_bf16")
@@ -61,7 +63,7 @@ STATES = dict(adamw=2, adamw_8bit=2) # values that an optimizer keeps for each w
 def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     "What the model takes, however few tokens pass through it."
     weight = 2 if setup.precision == "pure_bf16" else 4
-    found = {"weights": shape.parameters*weight}
+    found = {"weights": shape.parameters*weight} | ({"guide": setup.guide} if setup.guide else {})
     if setup.precision == "bf16": found["bf16 copies"] = 2*(shape.decoder + shape.head*(setup.stage == "stage1"))
     if setup.stage == "encode": return found
     if setup.optimizer not in STATES: raise ValueError(f"optimizer={setup.optimizer!r}; the planner knows {', '.join(STATES)}")
@@ -86,9 +88,14 @@ def activation_bytes(shape: Shape, setup: Setup, checkpointing: bool = False) ->
     if setup.stage == "encode": return (3*shape.mlp + 4*shape.hidden)*setup.width # nothing is kept; a layer at work
     state = shape.hidden*(2 if setup.precision == "pure_bf16" else 4)
     passes, between = (2, 5*state) if setup.stage == "stage1" else (1, 0) # from the decoder to the head: final norm, the rows that predict, their gradient
+    if not setup.only_last: between += pooled_bytes(shape, setup)
     if checkpointing: return passes*shape.layers*state + between
-    layer, last = sum(kept_bytes(shape, setup).values()), sum(kept_bytes(shape, setup, last=True).values())
+    layer, last = [sum(kept_bytes(shape, setup, last).values()) for last in (False, setup.only_last)]
     return (passes*shape.layers - 1)*layer + last + between
+
+def pooled_bytes(shape: Shape, setup: Setup) -> int:
+    "What the final norm and a mean over states keep of each token, in fp32."
+    return (3 - (setup.rank > 0))*shape.hidden*4 # what enters the norm, what it has normed for its own gradient, what is averaged
 
 def head_bytes(shape: Shape, setup: Setup, tokens: int) -> int:
     "Logits of a chunk, and the gradient of the head's weight."
@@ -142,8 +149,8 @@ def step_flops(shape: Shape, setup: Setup, work: Work, pieces: int = 1, checkpoi
     "Operations of one process's share of a step, as it is computed."
     lengths, again = work.lengths(setup.stage), checkpointing_share(shape)*checkpointing
     if setup.stage == "encode": found = forward_flops(shape, lengths, only_last=True)
-    elif setup.stage == "stage1": found = stage1_flops(shape, lengths, lengths, recomputed=again)
-    else: found = stage2_flops(shape, lengths, setup.rank, recomputed=again or 1 - 1/pieces)
+    elif setup.stage == "stage1": found = stage1_flops(shape, lengths, lengths, setup.only_last, again)
+    else: found = stage2_flops(shape, lengths, setup.rank, setup.only_last, again or 1 - 1/pieces)
     return sum(found.values())
 
 def fitting_tokens(shape: Shape, setup: Setup, room: float, checkpointing: bool = False) -> int:
@@ -261,9 +268,25 @@ def matrix_rate(device="cpu", dtype="float32",  # a torch type or its name
 def setup_for(recipe, processes: int = 1) -> Setup: # `Stage1` or `Stage2`
     "The setup that a recipe means on this machine."
     from anchor_nb.attention import attention_of, on_gpu, wants_autocast
-    attention = attention_of(recipe)
+    from anchor_nb.pooling import needs_last_only
+    attention, guide = attention_of(recipe), getattr(recipe, "guide", "")
+    more = dict(only_last=needs_last_only(recipe.pooling), guide=guide_bytes(guide) if guide else 0)
     precision = "pure_bf16" if recipe.precision == "pure_bf16" else "bf16" if wants_autocast(recipe.precision) else "fp32"
-    return Setup(type(recipe).__name__.lower(), precision, getattr(recipe, "optimizer", "adamw"), getattr(recipe, "lora_rank", 0), attention, processes, 2048 if on_gpu() else 1024, getattr(recipe, "sharding", "ddp"))
+    return Setup(type(recipe).__name__.lower(), precision, getattr(recipe, "optimizer", "adamw"), getattr(recipe, "lora_rank", 0), attention, processes, 2048 if on_gpu() else 1024, getattr(recipe, "sharding", "ddp"), **more)
+
+def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes it
+    "What the weights of a frozen embedder take here; reads no weights."
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from anchor_nb.attention import on_gpu
+    from anchor_nb.backbone import has_head
+    from anchor_nb.embedder import base_of, find_model
+    folder = find_model(model)
+    while base := base_of(folder): folder = find_model(base) # an adapter is merged into its base
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"): empty = (AutoModelForCausalLM if has_head(config) else AutoModel).from_config(config)
+    each = 2 if on_gpu() and torch.cuda.is_bf16_supported() else 4 # as it is loaded
+    return each*sum(weight.numel() for weight in empty.parameters())
 
 ON_CPU = dict(stage1=512, stage2=2048) # tokens of a micro-batch
 

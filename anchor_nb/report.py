@@ -99,6 +99,7 @@ def run_facts(manifest: dict, # of one run; may lack anything
              ) -> dict:       # what -> text
     "What a reader wants to know of a run."
     recipe, versions, code, machine = (manifest.get(name) or {} for name in ("recipe", "versions", "code", "machine"))
+    recipe = recipe | dict(precision=manifest.get("precision", recipe.get("precision"))) # what auto came to
     peak, gpu_peak, parameters = (manifest.get(name) for name in ("peak_memory_bytes", "peak_gpu_memory_bytes", "parameters"))
     facts = {"stage": manifest.get("stage"), "status": manifest.get("status"), "model": recipe.get("model"), "data": recipe.get("data"),
         "parameters": f"{parameters:,}" if parameters else None, "of them trained": f"{manifest.get('trainable', 0):,}" if parameters else None,

@@ -175,7 +175,7 @@ def test_training_is_the_same_in_pieces_and_on_ranks(scored, tmp_path):
     from common import recipe, rows, run # here, so that the ranks above start fast
     from test_training import assert_same_trajectory
     settings = dict(data=scored, precision="fp64", global_batch=9, steps=4, negatives=2, both_directions=True, margin="relative", margin_size=0.05, guide="tiny", tau_plus=0.01,
-                    sigreg=0.5, sigreg_directions=16, matryoshka_dims=[8, 16], matryoshka_weights=[0.5, 1], distillation="margin_mse", distillation_weight=0.01)
+                    sigreg=0.5, sigreg_directions=16, matryoshka_dims=[8, 16], matryoshka_weights=[0.5, 1], distillation="margin_mse", distillation_weight=0.01, teacher_temperature=1.0)
     train(recipe(Stage2, tmp_path/"one", micro_tokens=10_000, **settings))
     run(recipe(Stage2, tmp_path/"two", processes=2, micro_tokens=90, **settings))
     one, two = rows(tmp_path/"one"), rows(tmp_path/"two")
@@ -185,11 +185,44 @@ def test_training_is_the_same_in_pieces_and_on_ranks(scored, tmp_path):
     assert any(row["loss_distillation"] for row in one)
 
 
+@pytest.mark.parametrize("name", ["kl", "margin_mse"])
+def test_the_right_student_of_a_teacher_that_gives_cosines_has_nothing_to_learn(name):
+    "By the default, which is for scores such as our mining writes; and a flat student has."
+    torch.manual_seed(0)
+    right = torch.randn(6, 8, dtype=torch.float64)
+    examples = [(text(1), text(2), [text(3)]), (text(4), text(5), [text(6)])] # queries, positives, negatives
+    order = torch.tensor([0, 3, 1, 4, 2, 5]) # as `contrastive_batch` lays them out
+    cosine = lambda query, document: torch.cosine_similarity(right[query], right[document], dim=0).item()
+    teacher = [[cosine(0, 1), cosine(0, 2)], [cosine(3, 4), cosine(3, 5)]]
+    batch = contrastive_batch(examples, negatives=1, teacher=teacher)
+    flat = right[:1].expand(6, 8) + 1e-9*right
+    losses = [contrastive_objective(student[order], batch, ContrastiveRules(distillation=name))[1]["loss_distillation"] for student in (right, flat)]
+    assert losses[0] < 1e-8 < 0.1 < losses[1]
+
+
+def test_a_teacher_on_another_scale_than_the_student_is_refused(scored, tmp_path):
+    "Before any model is loaded, with the lowest and the highest score that were found."
+    from anchor_nb.recipe import Stage2
+    from anchor_nb.training import train
+    from common import recipe
+    mined = tmp_path/"mined"
+    mined.mkdir()
+    for file in Path(scored).glob("*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for row in lines: row |= dict(positive_scores=[0.8], negative_scores=[0.6, -0.25])
+        (mined/file.name).write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
+    settings = dict(distillation="kl", negatives=2)
+    with pytest.raises(ValueError, match="scores of toy lie between -0.25 and 0.8, .*leave teacher_temperature at 0"):
+        train(recipe(Stage2, tmp_path/"flat", data=str(mined), teacher_temperature=1.0, **settings))
+    with pytest.raises(ValueError, match="scores of toy lie between -1 and 6, .*set teacher_temperature to 1"):
+        train(recipe(Stage2, tmp_path/"steep", data=scored, **settings))
+
+
 def test_a_dataset_without_in_batch_negatives(scored, tmp_path):
     from anchor_nb.recipe import Stage2
     from anchor_nb.training import train
     from common import recipe, rows
-    for out, names in (("own", ["toy"]), ("all", [])): train(recipe(Stage2, tmp_path/out, data=scored, steps=2, negatives=2, without_in_batch=names, distillation="kl", contrastive_weight=0.5))
+    for out, names in (("own", ["toy"]), ("all", [])): train(recipe(Stage2, tmp_path/out, data=scored, steps=2, negatives=2, without_in_batch=names, distillation="kl", teacher_temperature=1.0, contrastive_weight=0.5))
     assert [[row["candidates"] for row in rows(tmp_path/out)] for out in ("own", "all")] == [[3, 3], [24, 24]]
     with pytest.raises(ValueError, match="without_in_batch names unknown datasets toys"): train(recipe(Stage2, tmp_path/"x", data=scored, without_in_batch=["toys"]))
     with pytest.raises(ValueError, match="needs a teacher's scores in the rows"): contrastive_objective(torch.randn(2, 4), contrastive_batch([(text(5), text(6), [])], 0), ContrastiveRules(distillation="kl"))

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from anchor_nb.attention import register_attention
 from anchor_nb.bags import Bags, Llara, bag_loss, padded
 from anchor_nb.contrastive import world
+from anchor_nb.language import LanguageModelling
 from anchor_nb.masked import MaskedPrediction, generator_of, mask_text
 from anchor_nb.objectives import Objectives, prepare_all, run_objectives
 from anchor_nb.packing import cut_by_tokens
@@ -71,6 +72,22 @@ def test_neither_cut_nor_order_of_a_step_matters(pairs, names, budget, random):
     objectives = make(names, [0.5, 1.0, 2.0], len(pairs))
     mixed = random.sample(pairs, len(pairs))
     assert_same(step(objectives, pairs), step(objectives, mixed, budget))
+
+
+@pytest.mark.parametrize("objective, lost", [(Anchor, {0.0: "q2d", 1.0: "d2q"}), (LanguageModelling, {0.0: "documents", 1.0: "queries"})])
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@settings(max_examples=6, deadline=None)
+@given(pairs=batches, budget=st.integers(1, 60))
+def test_a_direction_of_weight_0_is_neither_run_nor_logged(objective, lost, alpha, pairs, budget):
+    "The gradient is that of the other one alone, in whatever pieces, and fewer tokens pass through the layers."
+    from anchor_nb.figures import stage1_losses # here, or ranks would load it too
+    one, both = [step([("it", objective(EOS, alpha=weight), 1.0)], pairs, budget) for weight in (alpha, 0.5)]
+    gone = {f"loss_{lost[alpha]}", f"target_tokens_{lost[alpha]}"}
+    assert set(both[0]) - set(one[0]) == gone and one[0]["tokens"] < both[0]["tokens"]
+    assert_same(one, step([("it", objective(EOS, alpha=alpha), 1.0)], pairs[::-1]))
+    name, = [name for name in one[0] if name.startswith("loss_")]
+    assert one[0]["loss"] == pytest.approx(both[0][name], rel=1e-9)
+    stage1_losses([dict(one[0], step=number) for number in (1, 2)]) # its figure has one curve
 
 
 @settings(max_examples=6, deadline=None)

@@ -1,6 +1,7 @@
 """The planner's formulas behave: monotone where costs are, within the memory given, and robust where training asks."""
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -44,6 +45,15 @@ def test_what_is_saved_never_costs(shape, texts):
 def test_memory_grows_with_tokens_and_nothing_is_negative(shape, setup, tokens, more):
     few, many = memory(shape, setup, tokens), memory(shape, setup, tokens + more)
     assert all(value >= 0 for value in few.values()) and total(few) <= total(many)
+
+
+@several
+@given(shapes, setups, st.integers(1, 10**6), st.integers(1, 10**10))
+def test_all_states_of_a_pooling_and_a_guide_take_memory(shape, setup, tokens, guide):
+    usual = total(memory(shape, setup, tokens))
+    every = total(memory(shape, replace(setup, only_last=False), tokens))
+    assert (every > usual) == (setup.stage != "encode")
+    assert total(memory(shape, replace(setup, guide=guide), tokens)) == usual + guide
 
 
 @several

@@ -1,14 +1,16 @@
 """Every method, from its preset to vectors, on the tiny model; and what the settings that only they use do to a run."""
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from anchor_nb.corpora import build_corpus, resolve_model
 from anchor_nb.embedder import AnchorEmbedder
 from anchor_nb.launch import launch
 from anchor_nb.pipeline import full_preset
-from anchor_nb.preset_files import methods
+from anchor_nb.preset_files import methods, preset, preset_folder
 from anchor_nb.recipe import RECIPES
 from anchor_nb.training import train
 from common import rows
@@ -27,6 +29,24 @@ def trained(method, folder, **more):
         train(settings(method, stage, folder/stage, model=model, **more.get(stage, {})))
         model = str(folder/stage/"model")
     return folder/stage
+
+
+STAGES = [(method, stage) for method, card in methods().items() for stage in card["stages"]]
+PLACES = {"model", "data", "out", "micro_tokens", "save_steps", "snapshot_steps"} # of a preset; they are no method's
+
+
+@pytest.mark.parametrize("method, stage", STAGES)
+def test_a_preset_is_its_original_but_for_what_it_says(method, stage):
+    "Option by option: each that a preset sets has an original, and each that differs from it is named on the card."
+    written = yaml.safe_load(Path(__file__).with_name("originals.yaml").read_text(encoding="utf-8"))[method][stage]
+    assert (here := set(preset(method, stage)) - PLACES) <= set(written), f"no original of {here - set(written)}"
+    recipe = RECIPES[stage](**full_preset(method, stage))
+    card = " ".join(methods()[method]["differs"]) + (preset_folder()/method/f"{stage}.yaml").read_text(encoding="utf-8")
+    for name, value in written.items():
+        different = isinstance(value, dict) and "said" in value
+        original = value["original"] if different else value
+        assert (getattr(recipe, name) != original) == different, f"{name}: {getattr(recipe, name)!r}, original {original!r}"
+        assert not different or value["said"] in card, f"{name} differs, and no card says {value['said']!r}"
 
 
 @pytest.mark.parametrize("method", methods())

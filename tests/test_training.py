@@ -136,6 +136,57 @@ def test_pinned_trajectory(name, tmp_path):
     check_pinned("training", name, found, rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", [Stage1, Stage2])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_every_schedule_reaches_its_peak(stage, schedule, tmp_path):
+    "Whatever the number of steps, where nothing is said of a warm-up; the paper's runs keep its 300 steps."
+    from transformers import get_scheduler
+    from anchor_nb.training import training_arguments
+    for steps in (1, 2, 30, 100, 299, 300, 301, stage.steps, 3*stage.steps):
+        args = training_arguments(stage(out=str(tmp_path), steps=steps, schedule=schedule))
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
+        rates = [args.learning_rate*scheduler.lr_lambdas[0](step) for step in range(steps)]
+        assert max(rates) == pytest.approx(args.learning_rate), steps
+        assert steps < stage.steps or args.warmup_steps == 300
+
+
+def test_a_warm_up_that_does_not_end_is_said(tmp_path):
+    "Where a preset's 300 steps meet fewer steps of one's own."
+    from anchor_nb.training import check_inputs
+    with pytest.warns(UserWarning, match="warmup_steps=300 does not end within steps=100, .*warmup_steps=-1"):
+        check_inputs(recipe(Stage1, tmp_path, steps=100, warmup_steps=300))
+
+
+def test_a_run_keeps_the_precision_it_began_with(tmp_path, monkeypatch):
+    "Begun with auto where a trial finds bf16 faster, it goes on in bf16 where none is made, and its facts say so."
+    from anchor_nb import training
+    from anchor_nb.training import AnchorTrainer, train
+    settings = recipe(Stage1, tmp_path/"run", steps=4, save_steps=2)
+    assert settings.precision == "auto"
+    def die(self, *args, before=AnchorTrainer.training_step, **kwargs):
+        if self.state.global_step == 3: raise KeyboardInterrupt
+        return before(self, *args, **kwargs)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "auto_precision", lambda config: ("bf16", "it was faster"))
+        patch.setattr(AnchorTrainer, "training_step", die)
+        train(settings)
+    monkeypatch.setattr(training, "auto_precision", lambda config: pytest.fail("decided again"))
+    assert train(settings)["precision"] == train(settings)["precision"] == "bf16" # gone on with; finished
+    train(recipe(Stage1, tmp_path/"asked", steps=4, precision="bf16"))
+    assert rows(tmp_path/"run") == rows(tmp_path/"asked")
+
+
+def test_a_tiny_model_stays_with_fp32_and_nothing_is_tried(tmp_path, monkeypatch, capsys):
+    from anchor_nb import precision
+    from anchor_nb.training import train
+    monkeypatch.setattr(precision, "trial", lambda *asked: pytest.fail("tried"))
+    facts = train(recipe(Stage1, tmp_path/"run", steps=2, warmup_steps=1))
+    layout = json.loads((tmp_path/"run"/"model"/"anchor_nb.json").read_text())
+    assert facts["precision"] == layout["recipe"]["precision"] == "fp32"
+    assert "precision: fp32, since the model is too small" in capsys.readouterr().out
+
+
 def assert_changes(stage, usual, switch, tmp_path):
     "The runs with and without a switch differ."
     from anchor_nb.training import train
