@@ -26,7 +26,7 @@ from .attention import is_causal, on_gpu
 from .backbone import attach_adapter, load_backbone, run_packed, trunk_of
 from .pooling import needs_last_only, pack_texts, pool_states, pooling as pooling_by_name
 from .foreign import WHOLE_BEGINNING, kind_of, read_facts
-from .forms import Precision, as_rows, as_texts, beginning, in_precision, writer
+from .forms import Precision, as_rows, as_texts, beginning, in_precision
 
 # %% ../nbs/06b_embedder.ipynb #45e83fcc
 def find_model(path: str) -> str: # a folder or hub id with weights or an adapter
@@ -271,8 +271,9 @@ def encode_texts(embedder: AnchorEmbedder, texts: list, # strings
             batch_size: int | None = None, show_progress_bar: bool = False,
            ) -> np.ndarray:                        # [texts, size] fp32
     "The vectors of texts that have been checked."
-    write, found, parts = writer(embedder.formatter, before), np.empty((len(texts), size), np.float32), list(growing(len(texts)))
-    with closing(ahead(lambda part: write(texts, part), parts)) as prepared, progress(total=len(texts), desc="encode", unit=" texts", disable=not show_progress_bar) as bar:
+    found, parts, formatter = np.empty((len(texts), size), np.float32), list(growing(len(texts))), embedder.formatter
+    write = lambda part: formatter(texts[part], before if isinstance(before, str) else before[part])
+    with closing(ahead(write, parts)) as prepared, progress(total=len(texts), desc="encode", unit=" texts", disable=not show_progress_bar) as bar:
         for part, tokens in zip(parts, prepared):
             pieces, done = cut_by_tokens([len(t.ids) for t in tokens], embedder.micro_tokens), []
             if batch_size: pieces = [piece[k:k + batch_size] for piece in pieces for k in range(0, len(piece), batch_size)]
