@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DTYPES', 'Encoding', 'Piece', 'is_lines', 'corpus_sources', 'survey', 'entry', 'read_piece', 'entries', 'quantize',
            'dequantize', 'write_synced', 'pack_ids', 'unpack_ids', 'shard_file', 'write_shard', 'record_of',
-           'encode_share', 'model_files', 'survey_corpus', 'register', 'colleagues', 'encode_corpus', 'finished',
-           'Encoded', 'open_encoded']
+           'model_files', 'weights_hash', 'loaded', 'planned', 'vector_identity', 'differences', 'encode_share',
+           'survey_corpus', 'register', 'colleagues', 'encode_corpus', 'finished', 'Encoded', 'open_encoded']
 
 # %% ../nbs/11b_corpora_encoding.ipynb #b92134c1
 import hashlib, json, os, time, warnings
@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Iterator, NamedTuple
 import numpy as np
+import torch
 from safetensors.numpy import save
 from safetensors.torch import load_file
 from . import __version__
@@ -26,7 +27,11 @@ from .redaction import without_secrets
 from .data import content_hash, file_hash, find_sources, open_table
 from .run_folder import locked
 from .launch import already_launched, find_node, launch, usable_gpus
-from .embedder import AnchorEmbedder, ahead, base_of, find_model
+from .attention import is_causal
+from .backbone import looks_both_ways
+from .prompts import Prompt
+from .forms import beginning
+from .embedder import AnchorEmbedder, ahead, base_of, chain, find_model, use_of
 
 # %% ../nbs/11b_corpora_encoding.ipynb #a8a7b61b
 DTYPES = ("float32", "float16", "int8", "binary")
@@ -181,6 +186,47 @@ def record_of(file: Path): # -> dict, or None where the shard has to be made
     if size == record["bytes"]: return record
     warnings.warn(f"{file} has {size} bytes and should have {record['bytes']}; it is encoded again", stacklevel=2)
 
+# %% ../nbs/11b_corpora_encoding.ipynb #2df3459c
+def model_files(model: str) -> list: # of hashes; a model of the hub is known by its name
+    "What identifies a model."
+    folder = find_model(model)
+    if not Path(folder).is_dir(): return [folder]
+    return [content_hash(folder)] + (model_files(base) if (base := base_of(folder)) else [])
+
+def weights_hash(lm) -> str: # hexadecimal
+    "What tells the weights of one model in memory from another's."
+    from xxhash import xxh3_128
+    hashed = xxh3_128()
+    for name, weight in sorted(lm.state_dict().items()): hashed.update(name.encode()); hashed.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return hashed.hexdigest()
+
+def loaded(embedder: AnchorEmbedder) -> tuple: # (what identifies its weights, how they are used), for `vector_identity`
+    "What an embedder is."
+    model = [each for source in embedder.sources for each in model_files(source)] or [weights_hash(embedder.lm)]
+    return model, dict(layout=embedder.formatter.layout, pooling=embedder.pooling, bidirectional=not is_causal(embedder.lm.config),
+                       normalize=embedder.normalize, prompts=embedder.prompts)
+
+def planned(model: str, pooling: str = "", max_length: int = 0) -> tuple: # as `loaded`
+    "What a checkpoint will be when it is loaded like that; its weights are hashed and not loaded."
+    (folder,), _, use = use_of(model, pooling, max_length)
+    return model_files(folder), use | dict(bidirectional=looks_both_ways(chain(folder)[-1], use["bidirectional"]))
+
+def vector_identity(model: list, use: dict, # from `loaded` or `planned`
+                    instruction: str = "", role: str = "document", # see `Encoding`
+                   ) -> dict:               # plain values
+    "All that decides a vector, besides its text and the type of numbers that the model computes in."
+    before = beginning(use["prompts"], instruction, role=role)
+    said = {"prompt" if isinstance(before, Prompt) else "instruction": str(before)}
+    layout = asdict(use["layout"])
+    return dict(model=model, pooling=use["pooling"], bidirectional=use["bidirectional"], normalize=use["normalize"], prompts=use["prompts"]) | said | layout
+
+def differences(there: dict, here: dict) -> str: # identities; -> empty where they are one
+    "In what two identities differ, in words."
+    if not there: return "what it does not say, since an earlier version wrote it"
+    changed = [name for name in there | here if there.get(name) != here.get(name)]
+    large = dict(model="the content of the model", corpus="the content of the corpus")
+    return ", ".join(large.get(name) or f"{name} ({there.get(name)!r} there, {here.get(name)!r} here)" for name in changed)
+
 # %% ../nbs/11b_corpora_encoding.ipynb #74cbff02
 def encode_share(settings: dict, # the fields of `Encoding`
                  pieces: list,   # of `Piece`, one a shard
@@ -204,12 +250,6 @@ def encode_share(settings: dict, # the fields of `Encoding`
     return dict(shards=len(mine))
 
 # %% ../nbs/11b_corpora_encoding.ipynb #22b8c0f1
-def model_files(model: str) -> list: # of hashes; a model of the hub is known by its name
-    "What identifies a model."
-    folder = find_model(model)
-    if not Path(folder).is_dir(): return [folder]
-    return [content_hash(folder)] + (model_files(base) if (base := base_of(folder)) else [])
-
 def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
     "Cut a corpus into shards, and say what it is; ValueError when it has no rows."
     sources, pieces = [], []
@@ -219,18 +259,19 @@ def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
         sources.append(dict(source=Path(source).name if not source.startswith("hf:") else source, sha256=digest, rows=sum(piece.rows for piece in found)))
         pieces += found
     if not pieces: raise ValueError(f"{settings.corpus} holds no row; give a corpus with at least one")
-    kept = identity(settings)
-    return without_secrets(dict(anchor_nb=__version__, model=settings.model, model_files=model_files(settings.model), corpus=sources,
-                                rows=sum(piece.rows for piece in pieces), shards=len(pieces), settings=kept)), pieces
+    vectors = vector_identity(*planned(settings.model, settings.pooling, settings.max_length), settings.instruction, settings.role)
+    return without_secrets(dict(anchor_nb=__version__, model=settings.model, embedder=vectors, corpus=sources, rows=sum(piece.rows for piece in pieces),
+                                shards=len(pieces), settings=identity(settings))), pieces
 
 def register(out: Path, manifest: dict, first: bool = True): # first: is it this process that writes it?
     "Write the manifest, or compare it with the one that is there; ValueError names what differs."
     path = Path(out)/"manifest.json"
     if not path.exists(): return first and write_synced(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
     there = json.loads(path.read_text(encoding="utf-8"))
-    flat = lambda found: {"the content of the corpus": found["corpus"], "the content of the model": found["model_files"], **found["settings"]}
-    changed = [name if name.startswith("the ") else f"{name} ({flat(there).get(name)!r} there, {value!r} here)" for name, value in flat(manifest).items() if flat(there).get(name) != value]
-    if changed: raise ValueError(f"{out} holds another encoding, which differs in {', '.join(changed)}; choose another out, or delete that folder to start over")
+    stored = lambda found: {name: value for name, value in found["settings"].items() if name not in ("instruction", "role", "pooling", "max_length")}
+    flat = lambda found: dict(corpus=found["corpus"]) | found.get("embedder", {}) | stored(found)
+    if changed := differences(flat(there), flat(manifest)):
+        raise ValueError(f"{out} holds another encoding, which differs in {changed}; choose another out, or delete that folder to start over")
 
 # %% ../nbs/11b_corpora_encoding.ipynb #01ad26a3
 def colleagues() -> tuple: # (is this the first process or node?, are there others?)
@@ -267,8 +308,9 @@ def finished(out, shards: int) -> dict: # number -> record
 class Encoded:
     "An encoded corpus; iterating gives (ids, vectors in fp32) of each shard."
     def __init__(self, folder: str,      # what `encode_corpus` has written
-                 verify: bool = True):   # compare each shard with its hash when it is first read
-        self.folder, self.verify, self.verified = Path(folder), verify, set()
+                 verify: bool = True,    # compare each shard with its hash when it is first read
+                 unit: bool = False):    # vectors of length 1, whatever the checkpoint and the stored type make of them
+        self.folder, self.verify, self.unit, self.verified = Path(folder), verify, unit, set()
         if not (path := self.folder/"manifest.json").is_file(): raise FileNotFoundError(f"{path} is missing; {folder} is no encoded corpus")
         self.manifest = json.loads(path.read_text(encoding="utf-8"))
         self.records, self.dtype = finished(folder, self.manifest["shards"]), self.manifest["settings"]["dtype"]
@@ -288,10 +330,13 @@ class Encoded:
     def shard(self, number: int) -> tuple: # (ids, [rows, dimension] fp32)
         "Ids and vectors of a shard."
         stored = self.stored(number)
-        return unpack_ids(stored), dequantize(stored, self.dtype, self.records[number]["dimension"])
+        vectors = dequantize(stored, self.dtype, self.records[number]["dimension"])
+        exact = self.dtype == "float32" and self.manifest["embedder"]["normalize"]
+        if self.unit and not exact: vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return unpack_ids(stored), vectors
 
     def __iter__(self) -> Iterator: return (self.shard(number) for number in range(self.manifest["shards"]))
 
-def open_encoded(folder: str, verify: bool = True) -> Encoded:
+def open_encoded(folder: str, verify: bool = True, unit: bool = False) -> Encoded: # see `Encoded`
     "An encoded corpus; FileNotFoundError or ValueError when it is none, or not complete."
-    return Encoded(folder, verify)
+    return Encoded(folder, verify, unit)

@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from anchor_nb import encoding
+from anchor_nb.corpora import resolve_model
 from anchor_nb.encoding import encode_corpus, open_encoded, shard_file
 
 ENCODE = """
@@ -160,11 +162,10 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path, fake):
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path, fake):
-    (tmp_path/"model").mkdir()
-    (tmp_path/"model"/"config.json").write_text("{}")
+    shutil.copytree(resolve_model("tiny"), tmp_path/"model")
     settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 20), model=str(tmp_path/"model"), out=str(tmp_path/"out"))
     encode_corpus(**settings)
-    (tmp_path/"model"/"config.json").write_text('{"a": 1}')
+    (tmp_path/"model"/"more.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="differs in the content of the model"): encode_corpus(**settings)
 
 
