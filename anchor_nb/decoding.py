@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from .packing import cut_by_tokens, flat, pack
 from .backbone import run_packed, trunk_of
 from .pooling import pack_texts
-from .forms import as_texts
+from .forms import as_texts, unboxed
 from .embedder import AnchorEmbedder, find_model, stored_facts
 from .reconstruction import DecodeRules, decoded, vectors
 
@@ -120,7 +120,7 @@ def decode_from_anchor(embedder,                  # an `AnchorEmbedder`, or what
     "Write what the anchors of texts make the model write; ValueError for another direction, or a model without a language-model head."
     if direction not in ("q2d", "d2q"): raise ValueError(f"direction={direction!r}; choose q2d (texts are queries) or d2q (texts are documents)")
     if not isinstance(embedder, AnchorEmbedder): embedder, rules = AnchorEmbedder.from_pretrained(str(embedder)), rules or rules_of(str(embedder))
-    alone, texts = isinstance(texts, str), as_texts(texts)
+    alone, texts = isinstance(unboxed(texts), str), as_texts(texts)
     if alone: return decode_from_anchor(embedder, texts, instruction, direction, samples, temperature, max_new_tokens, seed, rules)[0]
     check_writer(embedder)
     if not texts: return []

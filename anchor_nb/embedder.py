@@ -26,12 +26,12 @@ from .attention import is_causal, on_gpu
 from .backbone import attach_adapter, load_backbone, run_packed, trunk_of
 from .pooling import needs_last_only, pack_texts, pool_states, pooling as pooling_by_name
 from .foreign import WHOLE_BEGINNING, kind_of, read_facts
-from .forms import Precision, as_rows, as_texts, beginning, in_precision
+from .forms import Precision, as_rows, as_texts, beginning, in_precision, unboxed, whole_number
 
 # %% ../nbs/06b_embedder.ipynb #45e83fcc
 def find_model(path: str) -> str: # a folder or hub id with weights or an adapter
     "The model that a run folder, a model folder or a name stands for; FileNotFoundError for an unfinished run."
-    folder = Path(path)
+    path, folder = str(path), Path(path)
     if (folder/"model").is_dir(): return str(folder/"model")
     if (folder/"run.json").is_file(): raise FileNotFoundError(f"{path} is a run without a finished model; run its stage again, it will resume")
     runs = sorted(str(found.parent) for found in folder.glob("*/model")) if not (folder/"config.json").is_file() else []
@@ -83,6 +83,8 @@ def use_of(path: str, pooling: str = "", max_length: int = 0, bidirectional: boo
            adapter: str = "", # all as for `AnchorEmbedder.from_pretrained`
           ) -> tuple: # (folders or hub ids, tokenizer, dict with layout, pooling, bidirectional, normalize, prompts)
     "How a checkpoint will be used: what it says, and what is said otherwise; reads no weights."
+    max_length = whole_number("max_length", max_length)
+    if bidirectional not in (None, True, False): raise ValueError(f"bidirectional={bidirectional!r}; give True, False, or None for what the checkpoint says")
     sources = ([find_model(adapter)] if adapter else []) + [find_model(path)]
     tokenizer, facts = tokenizer_and_facts(sources, kind, bidirectional)
     layout, pooling = Layout(**facts["layout"]), pooling or facts.get("pooling", "eos")
@@ -126,11 +128,14 @@ class Saved:
 
     @max_seq_length.setter
     def max_seq_length(self, length: int):
+        length = whole_number("max_seq_length", length)
         for one in (self, *getattr(self, "parts", ())): one.formatter = Formatter(one.tokenizer, replace(one.formatter.layout, max_length=length))
 
     def similarity(self, a, b) -> torch.Tensor: # [a, b]
         "Cosines of all pairs of vectors: arrays, tensors, lists of vectors, or one vector."
-        return as_rows(a) @ as_rows(b).T
+        a, b = as_rows(a), as_rows(b)
+        if a.shape[1] != b.shape[1]: raise ValueError(f"vectors of {a.shape[1]} and of {b.shape[1]} numbers have no cosine; encode both with one model and one truncate_dim")
+        return a @ b.T
 
     def similarity_pairwise(self, a, b) -> torch.Tensor: # [rows]
         "Cosines of corresponding rows."
@@ -176,9 +181,12 @@ class TextEncoder(Saved):
                role: Literal["", "query", "document"] = "", # whose prompt goes before texts without an instruction
               ) -> np.ndarray | torch.Tensor | list: # [texts, dimension or truncate_dim]; one row for one text
         "Embed a text or several, in their order; ValueError names what is no text, or an option that cannot be."
+        texts = unboxed(texts)
         many, before = as_texts(texts), beginning(self.prompts, instruction, prompt_name, prompt, role)
         if not isinstance(before, str) and len(before) != len(many): raise ValueError(f"{len(before)} instructions for {len(many)} texts; give one for all, or one for each")
-        if not 0 <= (truncate_dim or 0) <= self.dimension: raise ValueError(f"truncate_dim={truncate_dim}; the model's vectors have {self.dimension} numbers")
+        truncate_dim = whole_number("truncate_dim", truncate_dim or 0)
+        if batch_size is not None: batch_size = whole_number("batch_size", batch_size)
+        if not 0 <= truncate_dim <= self.dimension: raise ValueError(f"truncate_dim={truncate_dim}; the model's vectors have {self.dimension} numbers")
         if batch_size is not None and batch_size < 1: raise ValueError(f"batch_size={batch_size}; give 1 or more, or None")
         in_precision(np.empty((0, 8), np.float32), precision) # a wrong name is an error before work is spent
         normalize = self.normalize if normalize_embeddings is None else normalize_embeddings
@@ -213,6 +221,7 @@ class AnchorEmbedder(TextEncoder):
         self.lm, self.pooling, self.prompts, self.normalize, self.sources = lm.eval(), pooling, prompts or {}, normalize, tuple(sources)
         self.formatter = formatter if layout == formatter.layout else Formatter(formatter.tokenizer, layout)
         self.device, self.dimension = next(lm.parameters()).device, lm.config.hidden_size
+        if whole_number("micro_tokens", micro_tokens) < 0: raise ValueError(f"micro_tokens={micro_tokens}; give the tokens of one packed batch, or 0")
         self.micro_tokens = micro_tokens or (16384 if self.device.type == "cuda" else 1024)
 
     @classmethod

@@ -9,6 +9,7 @@ __all__ = ['MANIFEST', 'Found', 'by_faiss', 'by_torch', 'check_vectors', 'search
 # %% ../nbs/11c_search.ipynb #5fd08e98
 import json
 import tempfile
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Iterable, NamedTuple
@@ -19,6 +20,7 @@ from . import __version__
 from .files import damage, replace_folder, seal, write_text
 from .redaction import without_secrets
 from .ledger import read_json
+from .forms import as_matrix, unboxed, whole_number
 from .embedder import AnchorEmbedder
 from .encoding import Encoding, corpus_sources, differences, entries, loaded, open_encoded, survey, vector_identity
 
@@ -50,13 +52,15 @@ def by_torch(queries: torch.Tensor, corpus: torch.Tensor, k: int, cells: int = 2
 # %% ../nbs/11c_search.ipynb #99f3f192
 def check_vectors(queries, corpus, k: int) -> tuple: # (queries, corpus), both [rows, dimension] tensors, of an array without a copy
     "Vectors that can be compared; ValueError names what cannot be."
-    found = [torch.atleast_2d(torch.stack([torch.as_tensor(one) for one in side]) if isinstance(side, list) and side else torch.as_tensor(side)) for side in (queries, corpus)]
+    found = [as_matrix(side, name) for side, name in ((queries, "queries"), (corpus, "corpus"))]
     for name, side in zip(("queries", "corpus"), found):
         if not side.is_floating_point(): raise ValueError(f"{name} are {str(side.dtype).removeprefix('torch.')}; search takes floating point, so encode with precision=float32")
     (asked, own), sizes = found, [side.shape[-1] for side in found]
     if len(asked) and sizes[0] != sizes[1]: raise ValueError(f"queries have {sizes[0]} numbers and the corpus {sizes[1]}; encode both with one model and one truncate_dim")
     if not len(own): raise ValueError("the corpus is empty; give at least one vector")
     if k < 1: raise ValueError(f"k={k}; ask for 1 or more")
+    broken = (~torch.isfinite(asked)).any(1).nonzero()
+    if len(broken): raise ValueError(f"query {int(broken[0])} of queries has a number that is not finite; look for NaN in what encoded it")
     return asked.float(), own.float()
 
 def search(queries,                # [queries, dimension], or one vector: array or tensor
@@ -65,12 +69,14 @@ def search(queries,                # [queries, dimension], or one vector: array 
            backend: str = "auto",  # faiss, torch, or auto: faiss where it is installed and the corpus is in main memory
           ) -> Found:              # scores and rows of the corpus, both [queries, k]
     "The documents with the largest inner products; ValueError for vectors that cannot be compared."
+    k = whole_number("k", k)
     asked, own = check_vectors(queries, corpus, k)
     if backend not in ("auto", "faiss", "torch"): raise ValueError(f"backend={backend!r}; choose auto, faiss or torch")
     if backend == "auto": backend = "faiss" if find_spec("faiss") and own.device.type == "cpu" else "torch"
     k = min(k, len(own))
     if not len(asked): return Found(np.empty((0, k), np.float32), np.empty((0, k), np.int64))
     scores, numbers = by_torch(asked, own, k) if backend == "torch" else by_faiss(np.ascontiguousarray(asked.cpu()), np.ascontiguousarray(own.cpu()), k)
+    if np.isnan(scores).any() or (numbers < 0).any(): raise ValueError("the corpus has a vector that is not finite; look for NaN in what encoded it")
     order = np.lexsort((numbers, -scores))
     return Found(np.take_along_axis(scores, order, 1), np.take_along_axis(numbers, order, 1))
 
@@ -101,9 +107,12 @@ class Index:
         if isinstance(documents, (str, Path)): raise ValueError(f"documents={str(documents)!r} is one string; give texts, or take open_index for a path")
         named = documents if isinstance(documents, dict) else dict(enumerate(documents))
         if not named: raise ValueError("there are no documents; give at least one")
-        self.embedder, self.truncate_dim = embedder, truncate_dim
+        self.embedder, self.truncate_dim = embedder, whole_number("truncate_dim", truncate_dim or 0)
         self.ids, self.texts = [str(name) for name in named], list(named.values())
+        if twice := [name for name, count in Counter(self.ids).items() if count > 1]:
+            raise ValueError(f"documents has the id {twice[0]!r} twice, since ids are kept as strings; give ids that differ as strings")
         if vectors is None: vectors = embedder.encode_document(self.texts, show_progress_bar=show_progress_bar, normalize_embeddings=True, truncate_dim=truncate_dim)
+        if np.ndim(vectors) != 2: raise ValueError(f"vectors have {np.ndim(vectors)} dimensions; give [documents, dimension]")
         if len(vectors) != len(self.ids): raise ValueError(f"{len(self.ids)} documents have {len(vectors)} vectors; give one for each")
         self.vectors = vectors
 
@@ -115,6 +124,7 @@ class Index:
                backend: str = "auto", # see `search`
               ) -> list:              # of `Hit`s, the best first; for several queries a list of such lists
         "The nearest documents of a query, or of each of several."
+        queries = unboxed(queries)
         asked = self.embedder.encode_query([queries] if isinstance(queries, str) else queries, instruction, normalize_embeddings=True, truncate_dim=self.truncate_dim)
         found = search(asked, self.vectors, k, backend)
         hits = [[Hit(self.ids[n], score, self.texts[n]) for score, n in zip(*each)] for each in zip(found.scores.tolist(), found.numbers.tolist())]
@@ -236,7 +246,7 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
                  ) -> list[dict]:        # for each query {"query", "hits": [{"id", "score", "text"}]}
     "Load a model, index a corpus, and answer queries; errors come before the model is loaded where they can."
     if not queries: raise ValueError("there is no query; give at least one")
-    if k < 1: raise ValueError(f"k={k}; ask for 1 or more")
+    if whole_number("k", k) < 1: raise ValueError(f"k={k}; ask for 1 or more")
     check_corpus(corpus)
     index = open_index(AnchorEmbedder.from_pretrained(model, **how), corpus, keep, texts, field, id_field, truncate_dim, show_progress_bar)
     return [dict(query=query, hits=[hit._asdict() for hit in hits]) for query, hits in zip(queries, index.search(queries, k, instruction))]

@@ -178,6 +178,18 @@ def test_a_corpus_that_has_moved_is_the_same(tmp_path, fake):
     with pytest.warns(UserWarning, match="has 0 bytes"): assert encode_corpus(str(tmp_path/"elsewhere"), "tiny", str(tmp_path/"out"), shard_rows=10)["made_rows"] == 10
 
 
+def test_an_id_that_comes_twice_is_found_before_a_model_is_loaded(tmp_path):
+    "In another shard and another file; a row without an id is called by its number."
+    (tmp_path/"corpus").mkdir()
+    (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"text": "y"}\n{"text": "z"}\n')
+    (tmp_path/"corpus/b.jsonl").write_text('{"_id": "b", "text": "x"}\n\n{"_id": "2", "text": "y"}\n')
+    settings = dict(corpus=str(tmp_path/"corpus"), model="tiny", out=str(tmp_path/"out"), shard_rows=2)
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the id '1' is there already, at .*a.jsonl, line 1; give every text an id of its own, or name another field"): encode_corpus(**settings)
+    (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"_id": "2", "text": "y"}\n')
+    with pytest.raises(ValueError, match=r"b.jsonl, line 3: the id '2' is there already, at .*a.jsonl, line 2"): encode_corpus(**settings)
+    assert not (tmp_path/"out/manifest.json").exists()
+
+
 def test_no_rows_and_wrong_rows(tmp_path, fake):
     (tmp_path/"corpus.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="holds no row"): encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
