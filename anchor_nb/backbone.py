@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PROBE', 'TRIM_THRESHOLD', 'MMAP_THRESHOLD', 'run_packed', 'what_it_sees', 'check_attention', 'keep_freed_memory',
            'has_head', 'check_causal', 'quiet_bars', 'checkpoint_activations', 'is_checkpointed', 'tensors_only',
-           'grow_vocabulary', 'look_ways', 'takes_attention', 'load_backbone', 'check_head', 'add_lora',
-           'language_model', 'trunk_of', 'attach_adapter', 'merge_adapters', 'compile_layers']
+           'grow_vocabulary', 'look_ways', 'model_class', 'looks_both_ways', 'takes_attention', 'load_backbone',
+           'check_head', 'add_lora', 'language_model', 'trunk_of', 'attach_adapter', 'merge_adapters', 'compile_layers']
 
 # %% ../nbs/05_backbone.ipynb #0c162cec
 import ctypes, math, os, re, sys
@@ -125,6 +125,20 @@ def look_ways(model, bidirectional: bool | None):
     if bidirectional is None and getattr(model.config, "is_causal", None) is None and encoder: bidirectional = True
     if bidirectional is not None: model.config.is_causal = not bidirectional
 
+def model_class(folder: str, head: bool): # head: must it have one?
+    "The class of transformers that loads a folder or hub id: with the language-model head where there is one."
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    with_head = head or has_head(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    return AutoModelForCausalLM if with_head else AutoModel
+
+def looks_both_ways(folder: str, bidirectional: bool | None = None) -> bool: # bidirectional: as for `load_backbone`
+    "Whether a model that is loaded from there will look both ways; reads no weights."
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"): model = model_class(folder, head=False).from_config(config)
+    look_ways(model, bidirectional)
+    return not is_causal(model.config)
+
 @contextmanager
 def takes_attention(folder):
     "A block that builds a model; ValueError in words of ours when its class brings attention of its own."
@@ -142,12 +156,11 @@ def load_backbone(folder: str,                 # folder or hub id
                   vocabulary: int = 0,         # tokens that the tokenizer knows; 0: as many as the model has
                  ):                            # -> a transformers causal language model
     "Load a language model for packed batches; ValueError when it has no head, lacks weights, or sees what it must not."
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     if head: check_causal(folder)
     register_attention()
     quiet_bars()
     if not on_gpu(): keep_freed_memory()
-    kind = AutoModelForCausalLM if head or has_head(AutoConfig.from_pretrained(folder, trust_remote_code=False)) else AutoModel
+    kind = model_class(folder, head)
     chosen = choose_attention(attention, precision) if attention == "auto" else attention
     with tensors_only(folder), takes_attention(folder): model, report = kind.from_pretrained(folder, dtype=weight_dtype(precision), attn_implementation=chosen, output_loading_info=True)
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))

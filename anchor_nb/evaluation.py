@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIBRARIES', 'OURS', 'OPTIONS', 'BM25', 'Candidate', 'extras', 'shortened', 'checkpoints', 'has_file', 'library_of',
-           'candidates', 'of_one', 'check_options', 'check_model', 'fingerprint', 'weights_of', 'number_type',
-           'revision', 'Encoder', 'slug', 'meta', 'load_anchor', 'load_sentence_transformer', 'load']
+           'candidates', 'of_one', 'check_options', 'check_model', 'fingerprint', 'weights_of', 'compared',
+           'number_type', 'revision', 'Encoder', 'slug', 'meta', 'load_anchor', 'load_sentence_transformer', 'load']
 
 # %% ../nbs/12_evaluation.ipynb #392e6f77
 import hashlib, json
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
 from .corpora import BUILT_MODELS, MODELS, hub_configured
-from .foreign import KINDS, WHOLE_BEGINNING
+from .prompts import LAYOUT_FILE
+from .foreign import KINDS, WHOLE_BEGINNING, kind_of, read_json
 from .identity import ENGINE, engine_of
 
 # %% ../nbs/12_evaluation.ipynb #1fc93ae3
@@ -148,6 +149,16 @@ def weights_of(source: str) -> str: # files of a folder, or the commit of a hub 
     try: return f"{found}@{HfApi().model_info(found).sha}"
     except Exception as error: raise ValueError(f"{found} is no folder and not in the hub's cache, and the hub gives no answer ({type(error).__name__}); name a folder, or connect this machine once") from None
 
+def compared(candidate: Candidate) -> dict: # empty where the checkpoint brings its vectors to length 1
+    "How the vectors of a candidate are compared: ours by cosine, those of sentence-transformers as their makers say."
+    from anchor_nb.embedder import find_model, small_files
+    folder = small_files(find_model(candidate.source))
+    measure = read_json(folder/"config_sentence_transformers.json").get("similarity_fn_name") or "cosine"
+    if candidate.library != "anchor_nb": return dict(similarity=measure) if measure != "cosine" else {}
+    foreign = (candidate.kind or kind_of(folder)) == "sentence-transformers"
+    normalized = not foreign or "Normalize" in json.dumps(read_json(folder/"modules.json"))
+    return {} if read_json(folder/LAYOUT_FILE).get("normalize", normalized) else dict(similarity="cosine")
+
 def number_type(devices: list = ()) -> str:
     "What our embedders compute in on these devices, as `AnchorEmbedder.from_pretrained` decides it."
     import torch
@@ -169,12 +180,12 @@ def revision(candidate: Candidate,
     ours = candidate.library == "anchor_nb"
     parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling, template=candidate.template,
                  max_length=max_length, instructions=instructions, rerank=rerank_documents_instructed, dtype=number_type(devices) if ours else "float32", engine=engine_of("evaluate"))
-    more = extras(candidate) | shortened(candidate) | (dict(adapter=weights_of(candidate.adapter)) if candidate.adapter else {})
+    more = extras(candidate) | shortened(candidate) | compared(candidate) | (dict(adapter=weights_of(candidate.adapter)) if candidate.adapter else {})
     return hashlib.sha256(json.dumps(parts | more, sort_keys=True).encode()).hexdigest()[:16]
 
 # %% ../nbs/12_evaluation.ipynb #3437018f
 class Encoder:
-    "An embedder in the form that mteb calls; vectors have length 1."
+    "An embedder in the form that mteb calls; vectors have length 1, unless its makers compare them by dot product."
     def __init__(self, embed,             # (texts, instruction, task, side) -> [texts, hidden]; task: mteb's metadata; side: its PromptType or None
                  mteb_model_meta,         # who this is, from `meta`
                  instructions: dict = {}, # task -> instruction
@@ -196,11 +207,11 @@ class Encoder:
         return vectors[[place[text] for text in texts]]
 
     def similarity(self, a, b):
-        "Cosine similarities of all pairs."
+        "Cosines of all pairs, since vectors have length 1; or dot products, see `mteb_model_meta.similarity_fn_name`."
         return np.asarray(a) @ np.asarray(b).T
 
     def similarity_pairwise(self, a, b):
-        "Cosine similarities of corresponding rows."
+        "The same of corresponding rows."
         return (np.asarray(a) * np.asarray(b)).sum(-1)
 
 # %% ../nbs/12_evaluation.ipynb #3117f5c1
@@ -208,11 +219,14 @@ def slug(*parts) -> str:
     "A name for files: letters, digits and what stands between them."
     return "-".join("".join(c if c.isalnum() else "_" for c in str(part)) for part in parts)
 
-def meta(candidate: Candidate, revision: str, **facts):
+def meta(candidate: Candidate, revision: str,
+         similarity: str = "cosine", # or dot
+         **facts):
     "mteb's description of a model, under a name of its own."
     from mteb.models.model_meta import ModelMeta, ScoringFunction
-    return ModelMeta.create_empty(dict(name=f"anchor_nb/{slug(candidate.label, candidate.step)}", revision=revision, framework=["PyTorch"],
-                                       similarity_fn_name=ScoringFunction.COSINE, use_instructions=True, modalities=["text"], **facts))
+    name = f"anchor_nb/{slug(candidate.label, candidate.step)}"
+    return ModelMeta.create_empty(dict(name=name, revision=revision, framework=["PyTorch"], use_instructions=True, modalities=["text"],
+                                       similarity_fn_name=ScoringFunction(similarity), **facts))
 
 # %% ../nbs/12_evaluation.ipynb #2495752f
 def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, devices: list):
@@ -225,7 +239,8 @@ def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, device
     def embed(texts, instruction, task, side):
         named = get_prompt_name(embedder.prompts, task, side) if embedder.prompts else "" # of this task or type of task
         own = named if named and named not in ("query", "document") else ""
-        return model.encode(texts, (instruction if joins else "") or own, role=side.value if side else "", show_progress_bar=len(texts) > 500, **shortened(candidate))
+        how = dict(normalize_embeddings=True, show_progress_bar=len(texts) > 500, **shortened(candidate))
+        return model.encode(texts, (instruction if joins else "") or own, role=side.value if side else "", **how)
     return embed, dict(max_tokens=embedder.formatter.layout.max_length, embed_dim=candidate.truncate_dim or embedder.lm.config.hidden_size)
 
 def load_sentence_transformer(candidate: Candidate, max_length: int, micro_tokens: int, devices: list):
@@ -235,14 +250,16 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
     from anchor_nb.embedder import find_model
     model = SentenceTransformer(find_model(candidate.source), device=(devices or [None])[0])
     model.max_seq_length = min(max_length, model.max_seq_length or max_length)
-    call = {"query": model.encode_query, "document": model.encode_document}
+    call, measure = {"query": model.encode_query, "document": model.encode_document}, model.similarity_fn_name
+    if measure not in ("cosine", "dot"):
+        raise ValueError(f"{candidate.source} compares vectors by similarity_fn_name={measure!r}, and only cosine and dot are measured here")
     def embed(texts, instruction, task, side):
-        how = dict(normalize_embeddings=True, show_progress_bar=False, device=devices if len(devices) > 1 else None, **shortened(candidate))
+        how = dict(normalize_embeddings=measure == "cosine", show_progress_bar=False, device=devices if len(devices) > 1 else None, **shortened(candidate))
         name = get_prompt_name(model.prompts, task, side)
         if candidate.template and instruction: how["prompt"] = candidate.template.format(instruction=instruction)
         elif name and name not in call: how["prompt_name"] = name
         return call.get(side.value if side else "", model.encode)(texts, **how)
-    return embed, dict(max_tokens=model.max_seq_length, embed_dim=candidate.truncate_dim or model.get_embedding_dimension())
+    return embed, dict(similarity=measure, max_tokens=model.max_seq_length, embed_dim=candidate.truncate_dim or model.get_embedding_dimension())
 
 # %% ../nbs/12_evaluation.ipynb #bee583da
 BM25 = "mteb/baseline-bm25s"

@@ -19,16 +19,17 @@ from .mining import instruction_of
 
 # %% ../nbs/13a_filters.ipynb #c7e9b7ef
 def score_rows(rows: Iterable,      # in the common form
-               embedder,            # encode_query(texts, instructions) and encode_document(texts) give [texts, hidden] of length 1
+               embedder,            # encode_query(texts, instructions) and encode_document(texts) give [texts, hidden], on request of length 1
                instruction=lambda row, number: "", # of a row and its number
                each: int = 2048,    # rows at a time
               ) -> Iterator:        # of (scores of the positives, scores of the negatives)
-    "The score of every text of a row for its query: the inner product."
+    "The score of every text of a row for its query: the cosine."
     numbered = enumerate(rows)
     while part := list(islice(numbered, each)):
-        queries = embedder.encode_query([row["query"] for _, row in part], [instruction(row, number) for number, row in part])
+        said = [instruction(row, number) for number, row in part]
+        queries = embedder.encode_query([row["query"] for _, row in part], said, normalize_embeddings=True)
         texts = list(dict.fromkeys(text for _, row in part for text in (*row["positives"], *row["negatives"])))
-        vectors = dict(zip(texts, embedder.encode_document(texts)))
+        vectors = dict(zip(texts, embedder.encode_document(texts, normalize_embeddings=True)))
         for query, (_, row) in zip(queries, part):
             yield tuple([float(query @ vectors[text]) for text in row[side]] for side in ("positives", "negatives"))
 

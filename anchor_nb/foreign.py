@@ -83,6 +83,10 @@ def read_sentence_transformers(folder: Path, tokenizer, bidirectional: bool | No
     pooling, prompts_count = st_pooling(parts["Pooling"], read_json(parts["Pooling"]/"config.json"))
     longest = read_json(parts["Transformer"]/"sentence_bert_config.json").get("max_seq_length") or min(tokenizer.model_max_length, 2**20)
     layout = layout_of_tokenizer(tokenizer, instruction_format=WHOLE_BEGINNING, max_length=longest, pool_bos=not prompts_count)
+    measure = about.get("similarity_fn_name") or "cosine"
+    if measure != "cosine" and not (measure == "dot" and "Normalize" in parts):
+        raise ValueError(f"{folder}/config_sentence_transformers.json: similarity_fn_name={measure!r}, and vectors are compared "
+                         "by cosine here; evaluate it with library=sentence-transformers, or write cosine there if that will do")
     prompts = about.get("prompts", {})
     if default := about.get("default_prompt_name"): prompts = {**prompts, "": prompts.get(default, "")}
     return dict(layout=asdict(layout), pooling=pooling if prompts_count else "rest_mean", bidirectional=bidirectional, normalize="Normalize" in parts, prompts=prompts)

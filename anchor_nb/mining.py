@@ -21,7 +21,7 @@ from .writing import as_columns, check_target, ending, write_pairs
 from .corpora import training_instructions
 from .launch import usable_gpus
 from .embedder import chain, find_model
-from .encoding import Encoding, corpus_sources, encode_corpus, entries, model_files, open_encoded, survey
+from .encoding import Encoding, corpus_sources, encode_corpus, entries, open_encoded, planned, survey, vector_identity
 
 # %% ../nbs/13_mining.ipynb #d2a20e97
 def ceiling(positive: torch.Tensor, # [rows] lowest score of each row's own positives
@@ -174,15 +174,18 @@ def pool_texts(table: Iterable, # rows in the common form
 # %% ../nbs/13_mining.ipynb #3fa4a204
 def vectors_of(texts: Path, # a file of texts
                recipe: Mine,
-               content: list, # what identifies the model: hashes, which take a while
-               instruction: str = "", role: str = "document"): # -> `Encoded`
+               embedder: tuple, # from `planned`, which takes a while
+               instruction: str = "", role: str = "document"): # -> `Encoded`, vectors of length 1
     "The vectors of a file, from the store where it has them."
     settings = dict(field="text", id_field="", dtype=recipe.dtype, instruction=instruction, role=role, pooling=recipe.pooling, max_length=recipe.max_length)
-    key = hashlib.sha256(json.dumps([file_hash(texts), content, settings]).encode()).hexdigest()[:16]
+    precision = Encoding(out="-").precision # of this machine
+    decides = [file_hash(texts), vector_identity(*embedder, instruction, role), recipe.dtype, precision]
+    key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     out = Path(recipe.vectors or Path(recipe.out)/"vectors")/f"{texts.stem}-{key}"
-    try: return open_encoded(out)
-    except (FileNotFoundError, ValueError): encode_corpus(str(texts), recipe.model, str(out), recipe.processes, micro_tokens=recipe.micro_tokens, **settings) # there is none, or not all of it
-    return open_encoded(out)
+    try: return open_encoded(out, unit=True)
+    except (FileNotFoundError, ValueError): # there is none, or not all of it
+        encode_corpus(str(texts), recipe.model, str(out), recipe.processes, micro_tokens=recipe.micro_tokens, precision=precision, **settings)
+    return open_encoded(out, unit=True)
 
 def instruction_of(name: str, recipe: Mine): # -> function of row and its number
     "The instruction of each row of a dataset: its own, else the dataset's, as in training."
@@ -193,13 +196,13 @@ def instruction_of(name: str, recipe: Mine): # -> function of row and its number
 # %% ../nbs/13_mining.ipynb #6ea10730
 def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine) -> Iterator: # of (row numbers, `Near`)
     "Search with an embedder, a shard of queries at a time."
-    content, groups, said = model_files(recipe.model), defaultdict(list), instruction_of(name, recipe)
-    documents = vectors_of(pool.path, recipe, content)
+    embedder, groups, said = planned(recipe.model, recipe.pooling, recipe.max_length), defaultdict(list), instruction_of(name, recipe)
+    documents = vectors_of(pool.path, recipe, embedder)
     for number, row in enumerate(table): groups[said(row, number)].append(number)
     for turn, (instruction, rows) in enumerate(groups.items()):
         file = pool.path.with_name(f"{name}-queries-{turn}.jsonl")
         write_text(file, "".join(json.dumps(dict(text=row["query"])) + "\n" for row in (table[n] for n in rows)))
-        for _, vectors in vectors_of(file, recipe, content, instruction, "query"):
+        for _, vectors in vectors_of(file, recipe, embedder, instruction, "query"):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
             yield part, nearest(vectors, (shard for _, shard in documents), [known[n] for n in part], recipe.last_rank, device="cuda" if usable_gpus() else "cpu")
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .stage import read_pairs
-from .shell import MODEL_HELP, START, USE, AsJson, app, readable_errors
+from .shell import MODEL_HELP, START, TEXT, USE, AsJson, app, printable, readable_errors
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 
@@ -48,8 +48,10 @@ def search(model: Model, corpus: Annotated[str, typer.Argument(help="JSONL, parq
     with readable_errors(): found = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim)
     if as_json: return typer.echo(json.dumps(found))
     for one in found:
-        typer.echo(one["query"])
-        for hit in one["hits"]: typer.echo(f"  {hit['score']:.3f}  {hit['id']}  {' '.join(hit['text'].split())[:100]}")
+        typer.echo(printable(one["query"]))
+        for hit in one["hits"]:
+            text = " ".join(hit["text"].split())[:100]
+            typer.echo(printable(f"  {hit['score']:.3f}  {hit['id']}  {text}"))
 
 @app.command("decode", rich_help_panel=USE)
 def decode(model: Annotated[str, typer.Argument(help=MODEL_HELP + "; one with its language-model head, such as what stage I leaves")],
@@ -62,7 +64,8 @@ def decode(model: Annotated[str, typer.Argument(help=MODEL_HELP + "; one with it
     from anchor_nb.decoding import decode_from_anchor
     with readable_errors(): found = decode_from_anchor(model, texts, instruction, direction, samples, temperature, max_new_tokens, seed)
     if as_json: return typer.echo(json.dumps(dict(model=model, direction=direction, texts=[dict(read=text, written=one.text, samples=one.samples) for text, one in zip(texts, found)])))
-    for text, one in zip(texts, found): typer.echo("\n".join([text, f"  -> {one.text}", *(f"   ~ {drawn}" for drawn in one.samples)]))
+    for text, one in zip(texts, found):
+        for line in (text, f"  -> {one.text}", *(f"   ~ {drawn}" for drawn in one.samples)): typer.echo(printable(line, keep=TEXT))
 
 # %% ../nbs/17d_model_commands.ipynb #52f0368c
 LOADING = dict(pooling=str, max_length=int, bidirectional=bool, kind=str)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from .packing import cut_by_tokens
 from .foreign import WHOLE_BEGINNING
-from .forms import prompted, writer
+from .forms import prompted
 from .embedder import AnchorEmbedder, encode_packed
 from .contrastive import ContrastiveBatch, View, all_ranks
 
@@ -69,8 +69,7 @@ class Guide:
         "Queries, positives and negatives in the order of `contrastive_batch`."
         own = lambda instruction, role: prompted(self.embedder.prompts, instruction if self.joins else "", role)
         asked = [e._replace(instruction=own(e.instruction, "query"), document_instruction=own(e.document_instruction, "document")) for e in examples]
-        lay = lambda texts, before: writer(self.embedder.formatter, before)(texts, slice(None))
-        triples = format_examples(lay, asked)
+        triples = format_examples(self.embedder.formatter, asked)
         return [q for q, _, _ in triples] + [p for _, p, _ in triples] + [t for *_, found in triples for t in found]
 
     @torch.no_grad

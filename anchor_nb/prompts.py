@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['POOLING_TOKEN', 'ECHO', 'LAYOUT_FILE', 'chat_parts', 'Layout', 'resolve_layout', 'find_bos', 'check_eos',
-           'pooling_tokens', 'add_pooling_tokens', 'fit_layout', 'around', 'install_layout', 'Tokens', 'Formatter',
-           'format_texts', 'place_content', 'say_twice', 'save_layout', 'load_layout', 'load_formatter',
-           'recipe_layout', 'paper_instructions', 'load_instructions']
+           'pooling_tokens', 'add_pooling_tokens', 'fit_layout', 'around', 'install_layout', 'Tokens', 'Prompt',
+           'reader_of', 'Formatter', 'format_texts', 'place_content', 'say_twice', 'save_layout', 'load_layout',
+           'load_formatter', 'recipe_layout', 'paper_instructions', 'load_instructions']
 
 # %% ../nbs/01_prompts.ipynb #2f6be8ef
+import copy
 import json
 from dataclasses import dataclass, asdict, replace
 from pathlib import Path
@@ -43,6 +44,10 @@ class Layout:
     pooling_tokens: int = 0   # tokens added before [EOS] to be pooled over; they are part of the tail
     echo: str = ""            # a text is said twice, with words from `ECHO`; empty: once
     pool_bos: bool = False    # content begins at the very first token where no instruction is given, as in sentence-transformers
+
+    def __post_init__(self):
+        if self.truncation in ("keep_eos", "cut_eos"): return
+        raise ValueError(f"truncation={self.truncation!r}; choose keep_eos, which cuts the content, or cut_eos, which cuts [EOS] too")
 
 # %% ../nbs/01_prompts.ipynb #b85acb8c
 def resolve_layout(tokenizer,              # a transformers tokenizer
@@ -143,18 +148,34 @@ class Tokens(NamedTuple):
         return self.ids[self.start:self.stop]
 
 # %% ../nbs/01_prompts.ipynb #564df0fc
+class Prompt(str):
+    "A whole beginning of a text, which is written as it is."
+
+def reader_of(tokenizer, layout: Layout): # -> a `tokenizers.Tokenizer`
+    "A copy of an installed tokenizer, set once and from then on only read, so that threads can share it."
+    raw = copy.deepcopy(tokenizer.backend_tokenizer)
+    raw.encode_special_tokens = True # the names of special tokens are letters where a text has them
+    if layout.truncation == "keep_eos": raw.enable_truncation(layout.max_length)
+    return raw
+
 class Formatter:
-    "Texts and instructions to token ids, the same way in training, encoding and evaluation."
+    "Texts and instructions to token ids, the same way in training, encoding and evaluation; threads can share it."
     def __init__(self, tokenizer,   # a transformers tokenizer; gets the layout installed
                  layout: Layout):   # how a text is laid out
         self.tokenizer, self.layout = install_layout(tokenizer, layout), layout
         self.head, self.tail = [len(ids) for ids in around(tokenizer, layout)]
         self.echo = {side: [tokenizer(part, add_special_tokens=False)["input_ids"] for part in words] for side, words in ECHO.get(layout.echo, {}).items()}
         if layout.max_length <= self.head + self.tail: raise ValueError(f"max_length={layout.max_length} leaves no room for text: the template takes {self.head + self.tail} tokens")
+        self.reader = reader_of(tokenizer, layout)
+
+    def __getstate__(self): return dict(tokenizer=self.tokenizer, layout=self.layout) # a copied reader forgets what it was set to
+
+    def __setstate__(self, state): self.__init__(**state)
 
     def join(self, text: str, instruction: str = "") -> tuple: # (text, characters of instruction in front)
         "The text with what is written before it, and how many characters that takes."
         text, layout = text.strip(), self.layout
+        if isinstance(instruction, Prompt): return instruction + text, len(instruction)
         joined = (layout.instruction_format if instruction else layout.document_format).format(instruction=instruction, text=text)
         return joined, len(joined) - len(text)
 
@@ -166,10 +187,8 @@ def format_texts(formatter: Formatter,
     "Format texts; ValueError when an instruction alone fills `max_length`."
     if isinstance(instructions, str): instructions = [instructions]*len(texts)
     joined = [formatter.join(t, i) for t, i in zip(texts, instructions, strict=True)]
-    keep = formatter.layout.truncation == "keep_eos"
-    out = formatter.tokenizer([text for text, _ in joined], truncation=keep, max_length=formatter.layout.max_length if keep else None,
-                              return_offsets_mapping=True, return_attention_mask=False, split_special_tokens=True, verbose=False)
-    placed = [place_content(formatter, ids, offsets, skip, text) for ids, offsets, (text, skip) in zip(out["input_ids"], out["offset_mapping"], joined)]
+    found = formatter.reader.encode_batch([text for text, _ in joined])
+    placed = [place_content(formatter, each.ids, each.offsets, skip, text) for each, (text, skip) in zip(found, joined)]
     return [say_twice(formatter, tokens, instruction) for tokens, instruction in zip(placed, instructions)] if formatter.echo else placed
 
 def place_content(formatter, ids, offsets, skip, text) -> Tokens:

@@ -2,6 +2,8 @@
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from anchor_nb import search as searching
 from anchor_nb.corpora import resolve_model
 from anchor_nb.embedder import AnchorEmbedder, Options, Replicas, TextEncoder
+from anchor_nb.export import load_for_export
 from anchor_nb.forms import as_texts, in_precision
 from anchor_nb.search import Hit, Index, open_index, search
 
@@ -98,10 +101,37 @@ def test_texts_of_other_libraries(embedder):
     (dict(prompt_name="stsb"), r"prompt_name='stsb'; the prompts of this checkpoint are \['document', 'query', 'sts'\]"), (dict(prompt="a", prompt_name="sts"), "prompt_name and prompt both say"),
     (dict(instruction="a", prompt="b"), "instruction and prompt both say"), (dict(instruction=["a"]), "1 instructions for 5 texts"), (dict(batch_size=0), "batch_size=0; give 1 or more"),
     (dict(precision="float16"), "precision='float16'; choose one of float32"), (dict(truncate_dim=65), "truncate_dim=65; the model's vectors have 64"), (dict(truncate_dim=-1), "truncate_dim=-1"),
-    (dict(role="passage"), "role='passage'; choose query, document"), (dict(device=[]), "device is an empty list")])
+    (dict(role="passage"), "role='passage'; choose query, document"), (dict(device=[]), "device is an empty list"),
+    (dict(truncate_dim="8"), "truncate_dim='8' is str; give a whole number"), (dict(truncate_dim=8.0), "truncate_dim=8.0 is float"), (dict(batch_size="2"), "batch_size='2' is str"),
+    (dict(instruction=5), "instruction=5 is int; give a string"), (dict(instruction=[""]*4 + [5]), "instruction 4 is 5, not a string"), (dict(prompt=5), "prompt=5 is int")])
 def test_an_option_that_cannot_be_is_refused_before_work_is_spent(embedder, monkeypatch, how, message):
     monkeypatch.setattr("anchor_nb.embedder.encode_packed", lambda *_: pytest.fail("the model was called"))
     with pytest.raises(ValueError, match=message): embedder.encode(TEXTS, **how)
+
+
+def test_what_is_plainly_meant_is_taken(embedder):
+    "None for no instruction, arrays without dimensions, whole numbers of any library."
+    same(embedder.encode(TEXTS, None), embedder.encode(TEXTS))
+    same(embedder.encode(TEXTS, [None, "so", None, "", None]), embedder.encode(TEXTS, ["", "so", "", "", ""]))
+    same(embedder.encode(TEXTS, np.array("so")), embedder.encode(TEXTS, "so"))
+    same(embedder.encode(np.array("a cat sleeps")), embedder.encode("a cat sleeps"))
+    same(embedder.encode(TEXTS, truncate_dim=np.int64(8), batch_size=torch.tensor(2)), embedder.encode(TEXTS, truncate_dim=8))
+    index = Index(embedder, TEXTS, truncate_dim=np.int64(8))
+    assert index.search(np.array("x"), np.int64(2), None) == index.search("x", 2)
+    for backend in ("faiss", "torch"): assert search(index.vectors, index.vectors, np.int64(1), backend).scores.shape == (5, 1)
+    assert AnchorEmbedder.from_pretrained(Path("tiny"), max_length=np.int64(64)).max_seq_length == 64
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda e: e.encode(np.array(5)), "texts is int; give a string"), (lambda e: search([[1.0, np.nan]], [[1.0, 0.0]]), "query 0 of queries has a number that is not finite"),
+    (lambda e: search([[1.0, 0.0]], [[1.0, np.nan]]), "the corpus has a vector that is not finite"), (lambda e: search([[1.0]], [[1.0]], k="2"), "k='2' is str; give a whole number"),
+    (lambda e: search(None, [[1.0]]), "queries cannot be read as vectors"), (lambda e: search([[1.0]], [[1.0], [1.0, 2.0]]), "corpus cannot be read as vectors .* of one length"),
+    (lambda e: Index(e, {1: "a", "1": "b"}), "documents has the id '1' twice, since ids are kept as strings; give ids that differ"), (lambda e: Index(e, ["a"]*64, np.ones(64)), "vectors have 1 dimensions; give"),
+    (lambda e: e.similarity(np.ones((1, 3)), np.ones((1, 4))), "vectors of 3 and of 4 numbers have no cosine"), (lambda e: AnchorEmbedder.from_pretrained("tiny", max_length="64"), "max_length='64' is str"),
+    (lambda e: AnchorEmbedder.from_pretrained("tiny", bidirectional="yes"), "bidirectional='yes'; give True, False"), (lambda e: AnchorEmbedder.from_pretrained("tiny", micro_tokens=-1), "micro_tokens=-1; give"),
+    (lambda e: replace(e.formatter.layout, truncation="foo"), "truncation='foo'; choose keep_eos"), (lambda e: load_for_export("tiny", "foo"), "truncation='foo'; choose keep_eos")])
+def test_what_cannot_be_is_named(embedder, call, message):
+    with pytest.raises(ValueError, match=message): call(embedder)
 
 
 # ---- the forms of the result ----

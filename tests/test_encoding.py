@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from anchor_nb import encoding
+from anchor_nb.corpora import resolve_model
 from anchor_nb.encoding import encode_corpus, open_encoded, shard_file
 
 ENCODE = """
@@ -160,11 +162,10 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path, fake):
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path, fake):
-    (tmp_path/"model").mkdir()
-    (tmp_path/"model"/"config.json").write_text("{}")
+    shutil.copytree(resolve_model("tiny"), tmp_path/"model")
     settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 20), model=str(tmp_path/"model"), out=str(tmp_path/"out"))
     encode_corpus(**settings)
-    (tmp_path/"model"/"config.json").write_text('{"a": 1}')
+    (tmp_path/"model"/"more.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="differs in the content of the model"): encode_corpus(**settings)
 
 
@@ -175,6 +176,18 @@ def test_a_corpus_that_has_moved_is_the_same(tmp_path, fake):
     os.rename(corpus, tmp_path/"elsewhere"/"corpus.jsonl")
     shard_file(tmp_path/"out", 1).unlink()
     with pytest.warns(UserWarning, match="has 0 bytes"): assert encode_corpus(str(tmp_path/"elsewhere"), "tiny", str(tmp_path/"out"), shard_rows=10)["made_rows"] == 10
+
+
+def test_an_id_that_comes_twice_is_found_before_a_model_is_loaded(tmp_path):
+    "In another shard and another file; a row without an id is called by its number."
+    (tmp_path/"corpus").mkdir()
+    (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"text": "y"}\n{"text": "z"}\n')
+    (tmp_path/"corpus/b.jsonl").write_text('{"_id": "b", "text": "x"}\n\n{"_id": "2", "text": "y"}\n')
+    settings = dict(corpus=str(tmp_path/"corpus"), model="tiny", out=str(tmp_path/"out"), shard_rows=2)
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the id '1' is there already, at .*a.jsonl, line 1; give every text an id of its own, or name another field"): encode_corpus(**settings)
+    (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"_id": "2", "text": "y"}\n')
+    with pytest.raises(ValueError, match=r"b.jsonl, line 3: the id '2' is there already, at .*a.jsonl, line 2"): encode_corpus(**settings)
+    assert not (tmp_path/"out/manifest.json").exists()
 
 
 def test_no_rows_and_wrong_rows(tmp_path, fake):

@@ -90,6 +90,7 @@ def test_prompts_of_a_sentence_transformer_go_where_its_makers_meant_them(tmp_pa
     calls = []
     class Fake:
         prompts, max_seq_length, default = {"query": "query: ", "document": "", "Named": "named: "}, 64, "query"
+        similarity_fn_name = "cosine"
         def __init__(self, *args, **kwargs): pass
         def get_embedding_dimension(self): return 10
         def note(self, way): return lambda texts, prompt=None, prompt_name=None, **_: calls.append((way, prompt, prompt_name)) or letters(texts)

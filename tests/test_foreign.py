@@ -6,6 +6,7 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from anchor_nb.backbone import check_attention, load_backbone
 from anchor_nb.corpora import resolve_model
 from anchor_nb.embedder import AnchorEmbedder, training_formatter
-from anchor_nb.evaluation import Candidate, candidates, revision
+from anchor_nb.data import parsed
+from anchor_nb.encoding import loaded, planned
+from anchor_nb.evaluation import Candidate, candidates, load, revision
+from anchor_nb.filters import score_rows
 from anchor_nb.foreign import read_facts
+from anchor_nb.mining import mine
 from anchor_nb.prompts import Formatter, load_formatter, resolve_layout, save_layout
-from anchor_nb.recipe import Stage2
+from anchor_nb.recipe import Mine, Stage2
+from anchor_nb.search import Index
 
 TEXTS = ["a cat sleeps", "the river floods in spring " * 40 + "again", "x", "naïve — 文字, twice"]
 TINY = resolve_model("tiny")
@@ -97,6 +103,63 @@ def test_a_default_prompt_and_vectors_of_any_length(tmp_path):
     ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
     assert abs(np.linalg.norm(ours.encode(TEXTS), axis=1) - 1).min() > 1e-3
     for name in ("encode", "encode_query", "encode_document"): same(getattr(ours, name)(TEXTS), getattr(peer, name)(TEXTS), 1e-5)
+
+
+def test_what_is_called_a_cosine_is_one(tmp_path):
+    "By the embedder, in an evaluation, by a filter, in a search, and in mining, for vectors of any length; as sentence-transformers and mteb have it."
+    from mteb.abstasks.task_metadata import TaskMetadata
+    from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
+    from mteb.types import PromptType
+    from datasets import Dataset
+    from torch.utils.data import DataLoader
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=("Transformer", "Pooling"), prompts={"query": "find: "})
+    ours, asked, texts = AnchorEmbedder.from_pretrained(folder), "a cat", TEXTS
+    expected = ours.similarity(ours.encode_query([asked]), ours.encode_document(texts)).numpy()
+    raw = ours.encode_query([asked]) @ ours.encode_document(texts).T
+    assert abs(raw - expected).min() > 0.1 # what was called a cosine
+    assert ours.similarity_fn_name == theirs(folder).similarity_fn_name == "cosine"
+
+    task = TaskMetadata(name="T", type="Retrieval", description="", dataset=dict(path="local", revision="1"), category="t2t", modalities=["text"],
+                        eval_splits=["test"], eval_langs=["eng-Latn"], main_score="ndcg_at_10")
+    def judged(encoder):
+        def side(own, kind):
+            batches = DataLoader(Dataset.from_dict(dict(text=own)), batch_size=8)
+            return encoder.encode(batches, task_metadata=task, hf_split="", hf_subset="", prompt_type=kind)
+        return encoder.similarity(side([asked], PromptType.query), side(texts, PromptType.document))
+    encoders = [load(one, revision(one), max_length=64) for one in candidates(dict(ours=dict(model=folder, library="anchor_nb"), theirs=folder))]
+    for encoder in (*encoders, SentenceTransformerEncoderWrapper(folder)): same(judged(encoder), expected, 1e-5)
+    assert {str(encoder.mteb_model_meta.similarity_fn_name) for encoder in encoders} == {"cosine"}
+
+    line = dict(query=asked, positives=texts[:1], negatives=texts[1:], instruction="", document_instruction="")
+    (positive, negatives), = score_rows([line], ours)
+    same([positive + negatives], expected, 1e-5)
+    same([[hit.score for hit in sorted(Index(ours, texts).search(asked), key=lambda hit: int(hit.id))]], expected, 1e-5)
+    for dtype, within in (("float32", 1e-5), ("int8", 1e-2), ("binary", 0.3)):
+        (tmp_path/"pairs.jsonl").write_text(json.dumps(dict(query=asked, pos=texts[:1], neg=texts[1:])) + "\n")
+        mine(Mine(data=str(tmp_path/"pairs.jsonl"), model=folder, out=str(tmp_path/dtype), instructions="none", keep_existing=True, percentage=0, absolute_margin=0.1, negatives=1, max_length=64, dtype=dtype))
+        row, = parsed(str(tmp_path/dtype/"pairs/pairs.jsonl"))
+        same([row["positive_scores"] + row["negative_scores"]], expected, within)
+
+
+def test_another_measure_than_the_cosine_is_named(tmp_path):
+    "Read by sentence-transformers it is used as its makers say; read by us it is refused."
+    kinds = ("Transformer", "Pooling")
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=kinds, similarity_fn_name="dot")
+    with pytest.raises(ValueError, match="similarity_fn_name='dot', and vectors are compared by cosine here; evaluate it with library=sentence-transformers"): AnchorEmbedder.from_pretrained(folder)
+    one, = candidates(dict(dotted=folder))
+    encoder, peer = load(one, revision(one)), theirs(folder)
+    found = encoder.embed(TEXTS, "", SimpleNamespace(name="T", type="STS"), None)
+    same(encoder.similarity(found, found), peer.similarity(peer.encode(TEXTS), peer.encode(TEXTS)), 1e-4)
+    assert str(encoder.mteb_model_meta.similarity_fn_name) == "dot"
+    usual, = candidates(dict(usual=st_folder(tmp_path/"usual", dict(pooling_mode="mean"), kinds=kinds)))
+    assert len({revision(one), revision(usual), revision(replace(usual, library="anchor_nb"))}) == 3
+    same(AnchorEmbedder.from_pretrained(st_folder(tmp_path/"unit", dict(pooling_mode="mean"), similarity_fn_name="dot")).encode(TEXTS), AnchorEmbedder.from_pretrained(str(tmp_path/"usual")).encode(TEXTS, normalize_embeddings=True))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_what_will_be_loaded_is_known_before(tmp_path, bidirectional):
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean", include_prompt=False), bidirectional=bidirectional, prompts={"query": "find: "})
+    for source in (folder, adapter(tmp_path/"a", TINY), resolve_model("minilm")): assert planned(source) == loaded(AnchorEmbedder.from_pretrained(source))
 
 
 def test_what_sentence_transformers_saves_today(tmp_path):
