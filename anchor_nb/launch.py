@@ -25,6 +25,7 @@ import uuid
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from .errors import Stopped
 from .progress import relayed
 
 from .files import write_text
@@ -86,12 +87,11 @@ def explain(error: Exception, # what torch's launcher raised
             since: float = 0, # when the launch began
            ):                 # -> the exception to raise
     "What to tell the caller of a launch that came to no good end."
-    from anchor_nb.guards import Stopped # which needs transformers
     first, silent = first_failure(*folders, since=since), silent_failure(error)
     if silent and not any((folder/f"error-{silent.rank}.json").exists() for folder in folders): first = silent
     kind, _, message = first.error.partition(": ") if first else ("", "", "")
-    if getattr(error, "sigval", None) == signal.SIGINT: return KeyboardInterrupt("the launched processes were interrupted")
     if kind == "Stopped": return Stopped(message)
+    if getattr(error, "sigval", None) == signal.SIGINT: return KeyboardInterrupt("the launched processes were interrupted")
     if not hasattr(error, "sigval") or kind not in ("", "SignalException"): return first or error
     return Stopped(f"stopped by {error.sigval.name}; run the same command to go on")
 
@@ -302,11 +302,9 @@ def launch_many(function, args: tuple, processes: int, run_dir: Path, start_meth
 
 # %% ../nbs/10_launch.ipynb #65269561
 def launch_one(function, args: tuple):
-    "Run `function` in this process through accelerate's launcher and return its result."
-    from accelerate import notebook_launcher
-    results = []
-    with clean_accelerate(): notebook_launcher(lambda *args: results.append(function(*args)), args, num_processes=1)
-    return json.loads(as_json(results[0]))
+    "Run `function` in this process and return its result."
+    with clean_accelerate(): result = function(*args)
+    return json.loads(as_json(result))
 
 # %% ../nbs/10_launch.ipynb #e19c7f55
 def with_half_the_memory(start,         # a function without arguments

@@ -54,7 +54,7 @@ def locked(out: Path,      # made if need be
     "Hold a folder for this process; ValueError when another one has it."
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    with open(out/(f".{name}.lock" if name else ".lock"), "w") as handle:
+    with open(out/(f".{name}.lock" if name else ".lock"), "a") as handle: # "w" would touch the file of a finished run
         os.register_at_fork(after_in_child=handle.close) # or workers would hold it some seconds beyond a killed run
         try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError: raise ValueError(f"another process is running {name + ' ' if name else ''}in {out}; wait for it, or choose another out") from None

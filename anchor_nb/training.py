@@ -292,7 +292,7 @@ def run_trainer(trainer: AnchorTrainer, recipe: Training, checkpoint: Path | Non
         for folder in (out/".writing", *[folder for folder in checkpoints(out) if number_of(folder) > first]): shutil.rmtree(folder, ignore_errors=True) # half written; damaged
     trainer.accelerator.wait_for_everyone()
     trainer.add_callback(bar := Progress(lambda: trainer, type(recipe).__name__))
-    trainer.add_callback(stopping := Stopping())
+    trainer.add_callback(stopping := Stopping(trainer.is_world_process_zero()))
     with closing(bar), listening(stopping), tensors_only(checkpoint) if checkpoint else nullcontext(): trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 def finish(trainer: AnchorTrainer, recipe: Training, save, inputs: Inputs) -> dict: # facts for the manifest
