@@ -29,7 +29,7 @@ from pathlib import Path
 
 from . import __version__
 from .errors import Stopped
-from .files import check_tensors
+from .files import check_whole
 from .launch import environment
 from .ledger import append_rows, frame, read_json, read_rows, write_json, write_text
 from .provenance import code_version, file_facts, gpu_names, input_hashes, library_versions, machine, package_folder, peak_gpu_memory, peak_memory
@@ -399,7 +399,7 @@ def check_places(stage: str, values: dict): # all parameters
         if is_path(model) and not folder.exists():
             raise FileNotFoundError(f"{name}={model!r}: there is no such folder; give a run folder, a model folder, "
                                     "a hub id or a short name")
-        for place in (folder, folder/"model"): check_tensors(place)
+        for place in (folder, folder/"model"): check_whole(place)
 
 # %% ../nbs/15_runs.ipynb #0136d182
 def run_stage(name: str,               # a stage, or the path of a notebook of your own

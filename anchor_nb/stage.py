@@ -12,11 +12,10 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from .errors import exit_code
+from .errors import exit_code, two_lines
 from .launch import find_node, launch
 from .recipe import RECIPES
 from .preset_files import preset
-from .redaction import hide, secret_values
 from .run_folder import locked
 from .runs import checked, fail_run, finish_run, notebook_defaults, now, own_defaults, stage_notebook, start_run
 
@@ -86,9 +85,8 @@ def main(arguments: list = None):
     try:
         asked = parse(arguments)
         facts = train_stage(asked.stage, parameters(asked))
-    except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as error:
-        said = hide(str(error), secret_values()) or "stopped by SIGINT outside of training; run the same command to go on"
-        print(f"anchor_nb.stage: {said}", file=sys.stderr, flush=True)
+    except (Exception, KeyboardInterrupt) as error:
+        print(f"anchor_nb.stage: {two_lines(error)}", file=sys.stderr, flush=True)
         sys.exit(exit_code(error))
     if first(): print(f"{asked.stage}: {facts['steps']} steps in {facts['processes']} processes", flush=True)
 
