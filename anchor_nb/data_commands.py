@@ -45,6 +45,8 @@ def dedup_pairs(data: Pairs, out: NewPairs, threshold: Annotated[float, typer.Op
         found = dedup_pairs(data, out, threshold, against, remove, all_documents, format)
         lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['equal']} equal to others, "
                  f"{facts['near']} nearly, {facts['contaminated']} show a test" for name, facts in found["datasets"].items()]
+        lines += [f"{name}: {facts['queries_seen']} of {facts['queries']} queries seen, "
+                  f"{facts['documents_seen']} of {facts['documents']} documents" for name, facts in found["tests"].items()]
         answer(found, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 # %% ../nbs/17c_data_commands.ipynb #0ab47750

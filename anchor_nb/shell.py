@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from .errors import exit_code, two_lines
+from .launch import forget_stale_ranks
 from .pipeline import full_preset
 from .recipe import RECIPES
 from .preset_files import methods, presets
@@ -103,8 +104,8 @@ def print_version(wanted: bool):
         raise typer.Exit()
 
 @app.callback()
-def common(version: Annotated[bool, typer.Option("--version", help="print the version", callback=print_version, is_eager=True)] = False):
-    pass
+def common(ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version", callback=print_version, is_eager=True)] = False):
+    if ctx.invoked_subcommand != "doctor": forget_stale_ranks() # which shows them
 
 # %% ../nbs/17_shell.ipynb #f950499d
 def complete_parameter(ctx: typer.Context, incomplete: str) -> list: # of (text, help)

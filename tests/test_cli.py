@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from anchor_nb import pipeline, runs
 from anchor_nb.cli import app
+from anchor_nb.launch import LAUNCHERS
 from anchor_nb.preset_files import presets
 from anchor_nb.recipe import RECIPES
 
@@ -143,6 +144,14 @@ def test_an_extra_that_is_missing_is_named(monkeypatch):
     assert result.stderr.startswith("anchor-nb: the package submitit is not installed\npip install anchor_nb[slurm]; ")
 
 
+def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
+    for name in LAUNCHERS: monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "3")
+    shown = invoke("stages")
+    assert shown.stderr.startswith("RANK=3: left over in the environment") and "RANK" not in os.environ
+    assert invoke("stages").stderr == ""
+
+
 # ---- JSON ----
 
 WITH_JSON = ["analyse", "bench", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan", "push",
@@ -169,7 +178,7 @@ def stubbed(monkeypatch, tmp_path):
     facts = dict(rows=3, written=2, below=1, above=0, equal=1, near=0, contaminated=0)
     stub("bench.run_bench", dict(throughput_ratio={"peer": {"case": 2.0}}))
     stub("decoding.decode_from_anchor", [])
-    stub("duplicates.dedup_pairs", dict(datasets={"a": facts}))
+    stub("duplicates.dedup_pairs", dict(datasets={"a": facts}, tests={}))
     stub("doctor.checks", [])
     stub("encoding.encode_corpus", dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
     stub("card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md"))
