@@ -264,7 +264,7 @@ def reason_of(error: Exception, signals: list = ()) -> str: # signals: that came
     if name == "Stopped": return getattr(error, "evalue", str(error))
     if name == "KeyboardInterrupt" or name == "DeadKernelError" and signals:
         number = signals[0] if signals else signal.SIGINT
-        return f"stopped by {signal.Signals(number).name} outside of training; run the same command to go on"
+        return f"stopped by {signal.Signals(number).name} at once; run the same command to go on"
     if hasattr(error, "ename"): return f"{name}: {error.evalue}".strip().partition("\n\n")[0]
     if type(error).__name__ == "DeadKernelError": return "the kernel died; the system ends it when memory runs out"
     if type(error).__name__ == "CellTimeoutError": return "a cell took longer than the time allowed"
