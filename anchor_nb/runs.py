@@ -7,7 +7,7 @@ __all__ = ['LEFTOVERS', 'TYPES', 'STOPPED', 'notebook_defaults', 'own_defaults',
            'now', 'new_manifest', 'differences', 'read_manifest', 'record_failures', 'start_run', 'finish_run',
            'fail_run', 'hashed_out', 'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen',
            'eval_literal', 'StageError', 'reason_of', 'trace_of', 'handing_on', 'Hiding', 'finished', 'Record',
-           'execute', 'placed', 'is_path', 'check_places', 'run_stage']
+           'execute', 'placed', 'run_stage']
 
 # %% ../nbs/15_runs.ipynb #eb365c67
 import ast
@@ -29,14 +29,13 @@ from pathlib import Path
 
 from . import __version__
 from .errors import Stopped
-from .files import check_whole
 from .launch import environment
 from .ledger import append_rows, frame, read_json, read_rows, write_json, write_text
 from .provenance import code_version, file_facts, gpu_names, input_hashes, library_versions, machine, package_folder, peak_gpu_memory, peak_memory
 from .recipe import RECIPES, as_dict, check_names, coerce, default, identity
 from .preset_files import preset
 from .progress import running_shell
-from .run_folder import locked
+from .run_folder import check_places, locked
 from .redaction import hide, secret_values, without_secrets
 
 # %% ../nbs/15_runs.ipynb #0a65f995
@@ -263,8 +262,7 @@ def reason_of(error: Exception, signals: list = ()) -> str: # signals: that came
     name = getattr(error, "ename", type(error).__name__)
     if name == "Stopped": return getattr(error, "evalue", str(error))
     if name == "KeyboardInterrupt" or name == "DeadKernelError" and signals:
-        number = signals[0] if signals else signal.SIGINT
-        return f"stopped by {signal.Signals(number).name} at once; run the same command to go on"
+        return f"stopped by {signal.Signals([*signals, signal.SIGINT][0]).name} at once; run the same command to go on"
     if hasattr(error, "ename"): return f"{name}: {error.evalue}".strip().partition("\n\n")[0]
     if type(error).__name__ == "DeadKernelError": return "the kernel died; the system ends it when memory runs out"
     if type(error).__name__ == "CellTimeoutError": return "a cell took longer than the time allowed"
@@ -310,9 +308,7 @@ class Hiding:
     def pretty_path(self, path: str) -> str: return path
 
 # %% ../nbs/15_runs.ipynb #0ef4613e
-def finished(folder: Path, # a run folder, or that of an evaluation
-             stage: str,
-            ) -> bytes:    # what says so; empty where nothing is finished
+def finished(folder: Path, stage: str) -> bytes: # what says so; empty where nothing is finished
     "What a finished stage says of itself: its manifest, or the outcome of an evaluation, where its notebook ran to the end too."
     path = Path(folder)/("summary.json" if stage == "evaluate" else "run.json")
     if not path.is_file(): return b""
@@ -377,29 +373,6 @@ def placed(notebook: Path, # a stage notebook
     recipe = RECIPES[notebook.stem](**{name: value for name, (_, value) in declared(notebook).items()} | values)
     folder = hashed_out(recipe, input_hashes(recipe), Path(out))
     return values | dict(out=str(folder)), folder
-
-# %% ../nbs/15_runs.ipynb #b95aafa9
-def is_path(name: str) -> bool: # or a short name, or owner/name at a hub
-    "Whether a model's name can only be a path."
-    return name[:1] in (".", "/", "~") or name.count("/") > 1 or "/" in name and Path(name).parent.is_dir()
-
-def check_places(stage: str, values: dict): # all parameters
-    "ValueError or FileNotFoundError where `out` is no folder, or where data or models are not there or incomplete."
-    if stage not in RECIPES: return
-    if not values["out"]: raise ValueError("out is empty; name a folder for the run, such as -p out=runs/mine")
-    place = next(path for path in (Path(values["out"]), *Path(values["out"]).parents) if path.exists())
-    if not place.is_dir(): raise NotADirectoryError(f"out={values['out']}: {place} is a file; give another folder")
-    data = values.get("data") or ""
-    if data and not data.startswith("hf:") and not Path(data).expanduser().exists():
-        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet files, "
-                                "or hf:org/name for a dataset of the hub")
-    for name in ("model", "a", "b", "again", "guide"):
-        model = values.get(name) or ""
-        folder = Path(model).expanduser()
-        if is_path(model) and not folder.exists():
-            raise FileNotFoundError(f"{name}={model!r}: there is no such folder; give a run folder, a model folder, "
-                                    "a hub id or a short name")
-        for place in (folder, folder/"model"): check_whole(place)
 
 # %% ../nbs/15_runs.ipynb #0136d182
 def run_stage(name: str,               # a stage, or the path of a notebook of your own
