@@ -336,9 +336,8 @@ class Record:
         if not same or seen(self.output) != seen(self.draft):
             self.output.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(self.draft, self.output)
-        if self.before: shutil.rmtree(self.draft.parent)
         self.failure.unlink(missing_ok=True)
-        if not self.before: self.note()
+        shutil.rmtree(self.draft.parent) if self.before else self.note()
         return self.output
 
     def note(self):
