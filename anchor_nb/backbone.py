@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from .files import check_whole
 from .packing import Packed, pack
 from .attention import attention_inputs, choose_attention, is_causal, on_gpu, packed_sdpa, packed_varlen, register_attention, weight_dtype
 from .last_layer import is_short, shorten_last_layer
@@ -100,7 +101,8 @@ def is_checkpointed(model) -> bool:
 # %% ../nbs/05_backbone.ipynb #35bdfe9e
 @contextmanager
 def tensors_only(folder):
-    "A block that reads weights; ValueError when they are a pickle that holds more than tensors."
+    "A block that reads weights; ValueError when they break off, or are a pickle that holds more than tensors."
+    check_whole(folder)
     try: yield
     except Exception as error:
         if type(error).__name__ != "UnpicklingError": raise

@@ -6,14 +6,13 @@
 __all__ = ['Format', 'NewPairs', 'Pairs', 'filter_pairs', 'dedup_pairs', 'encode']
 
 # %% ../nbs/17c_data_commands.ipynb #8e18baa0
-import json
 import os
 from typing import Annotated
 
 import typer
 
 from .stage import read_pairs
-from .shell import DATA, MODEL_HELP, USE, Parameters, app, readable_errors
+from .shell import DATA, MODEL_HELP, USE, AsJson, Parameters, answering, app
 
 # %% ../nbs/17c_data_commands.ipynb #a874dcb0
 Format = Annotated[str, typer.Option("--format", help="anchor_nb, gritlm or columns")]
@@ -24,28 +23,44 @@ Pairs = Annotated[str, typer.Argument(help="folder of JSONL or parquet files, on
 def filter_pairs(data: Pairs, out: NewPairs, minimum: Annotated[float, typer.Option("--min-margin", help="smallest margin that is kept")], maximum: Annotated[float, typer.Option("--max-margin", help="largest margin that is kept")],
                  model: Annotated[str, typer.Option(help="run folder, model folder, hub id or short name; none: the scores that mined rows carry")] = "",
                  each: Annotated[str, typer.Option(help="what is kept or not: row, or negative, each by its own margin")] = "row",
-                 instructions: Annotated[str, typer.Option(help="paper, corpora, none, or a YAML file")] = "paper", max_length: Annotated[int, typer.Option(help="tokens of a text; 0: what the checkpoint says")] = 0, format: Format = "anchor_nb"):
+                 instructions: Annotated[str, typer.Option(help="paper, corpora, none, or a YAML file")] = "paper", max_length: Annotated[int, typer.Option(help="tokens of a text; 0: what the checkpoint says")] = 0, format: Format = "anchor_nb",
+                 as_json: AsJson = False):
     "Keep rows whose margin, weakest positive less hardest negative, lies between two ends."
     from anchor_nb.filters import filter_pairs
-    with readable_errors(): typer.echo(json.dumps(filter_pairs(data, out, minimum, maximum, model, each, format, instructions, max_length)))
+    with answering(as_json) as answer:
+        found = filter_pairs(data, out, minimum, maximum, model, each, format, instructions, max_length)
+        lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['below']} below, {facts['above']} above"
+                 for name, facts in found.items()]
+        answer(found, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 @app.command("dedup", rich_help_panel=DATA)
 def dedup_pairs(data: Pairs, out: NewPairs, threshold: Annotated[float, typer.Option(help="shared part of two texts from which they are the same; 2: equal rows only")] = 0.8,
                 against: Annotated[list[str], typer.Option(help="folder of an evaluation set, in the BEIR layout; give it as often as you need")] = [],
                 remove: Annotated[str, typer.Option(help="rows that show a test's queries, documents, either (all), pairs of both, or none: report only")] = "queries",
-                all_documents: Annotated[bool, typer.Option("--all-documents", help="look for test documents that answer nothing too")] = False, format: Format = "anchor_nb"):
+                all_documents: Annotated[bool, typer.Option("--all-documents", help="look for test documents that answer nothing too")] = False, format: Format = "anchor_nb",
+                as_json: AsJson = False):
     "Drop rows that repeat others, and rows that evaluation sets know; says what of the tests was seen."
     from anchor_nb.duplicates import dedup_pairs
-    with readable_errors(): typer.echo(json.dumps(dedup_pairs(data, out, threshold, against, remove, all_documents, format)))
+    with answering(as_json) as answer:
+        found = dedup_pairs(data, out, threshold, against, remove, all_documents, format)
+        lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['equal']} equal to others, "
+                 f"{facts['near']} nearly, {facts['contaminated']} show a test" for name, facts in found["datasets"].items()]
+        lines += [f"{name}: {facts['queries_seen']} of {facts['queries']} queries seen, "
+                  f"{facts['documents_seen']} of {facts['documents']} documents" for name, facts in found["tests"].items()]
+        answer(found, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 # %% ../nbs/17c_data_commands.ipynb #0ab47750
 @app.command("encode", rich_help_panel=USE)
 def encode(corpus: Annotated[str, typer.Argument(help="a JSONL or parquet file, a folder of such files or of a saved dataset, or hf:org/name")],
            out: Annotated[str, typer.Option("--out", help="folder of the shards")], model: Annotated[str, typer.Option("--model", help=MODEL_HELP)] = "smollm2-135m",
            dtype: Annotated[str, typer.Option("--dtype", help="float32, float16, int8 or binary")] = "float32",
-           gpus: Annotated[int, typer.Option("--gpus", help="processes, one for each GPU; 0: all there are")] = 1, pairs: Parameters = []):
-    "A corpus to vectors, in shards that are checked and never made twice; one JSON object last."
+           gpus: Annotated[int, typer.Option("--gpus", help="processes, one for each GPU; 0: all there are")] = 1, pairs: Parameters = [],
+           as_json: AsJson = False):
+    "A corpus to vectors, in shards that are checked and never made twice."
     from anchor_nb.encoding import encode_corpus
-    with readable_errors(): found = encode_corpus(corpus, model, out, gpus, dtype=dtype, **read_pairs(pairs))
-    if os.environ.get("RANK", "0") == "0": typer.echo(json.dumps(found))
+    with answering(as_json) as answer:
+        found = encode_corpus(corpus, model, out, gpus, dtype=dtype, **read_pairs(pairs))
+        if os.environ.get("RANK", "0") == "0":
+            there = f"{found['rows']} texts in {found['shards']} shards, {found['bytes']/1e6:.1f} MB, in {out}"
+            answer(found, there, f"{found['made_rows']} of them encoded now, in {found['seconds']:.0f} s")
     if not found["complete"]: raise typer.Exit(1)

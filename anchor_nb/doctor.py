@@ -17,7 +17,7 @@ from typing import NamedTuple
 from .redaction import without_secrets
 from .sources import cache_dir
 from .provenance import package_folder
-from .launch import already_launched, environment, launch
+from .launch import already_launched, environment, launch, stale_ranks
 
 # %% ../nbs/15i_doctor.ipynb #f1d8d122
 class Check(NamedTuple):
@@ -204,6 +204,9 @@ def check_environment() -> Check:
     "The variables that change what happens; secrets hidden."
     heard = without_secrets({name: value for name, value in sorted(os.environ.items()) if HEARD.match(name)})
     found = ", ".join(f"{name}={value}" for name, value in heard.items()) or "nothing unusual is set"
+    if left := stale_ranks():
+        fix = "unset them: no launcher runs here; anchor_nb ignores them, and other programs wait for processes that nobody starts"
+        return Check("environment", "warn", f"left over: {', '.join(left)}; {found}", fix)
     if already_launched(): return Check("environment", "fail", found, "training waits for other processes, since RANK and WORLD_SIZE are set: unset them, or start all processes with torchrun")
     return Check("environment", "ok", found)
 
@@ -248,7 +251,7 @@ def checks(online: bool = False, # ask the model hub whether it is there; else n
             *((f"gpu {n}", check_gpu, n) for n in range(gpu_count() if find_spec("torch") else 0)), ("attention", check_attention), ("precision", check_precision), ("memory", check_memory), ("shared memory", check_shared_memory),
             ("cache", check_disk, "cache", cache, "free some space there, or set ANCHOR_NB_CACHE to a folder on a larger disk", 5*GB),
             ("working folder", check_disk, "working folder", work, "free some space there, or work in a folder on a larger disk: runs are written to ./runs"),
-            ("kernel", check_kernel), ("hub", check_hub, online), ("environment", check_environment), *([("smoke", check_smoke)] if smoke and not already_launched() else [])]
+            ("kernel", check_kernel), ("hub", check_hub, online), ("environment", check_environment), *([("smoke", check_smoke)] if smoke and (stale_ranks() or not already_launched()) else [])]
     found = []
     for entry in todo: found.append(found_by(*entry)); say(found[-1])
     return found

@@ -4,13 +4,18 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'CONTENT', 'LISTED', 'ENGINE', 'USES', 'content_at', 'model_content', 'run_content', 'inputs_of',
-           'input_hashes', 'inputs_beside', 'engine_of']
+           'input_hashes', 'inputs_beside', 'engine_of', 'settings_of', 'recipe_sha256', 'hashed_out', 'with_content']
 
 # %% ../nbs/08o_identity.ipynb #f07b4034
+import hashlib
+import json
 from dataclasses import fields
 from pathlib import Path
 
+from . import __version__
 from .data import content_hash
+from .recipe import identity
+from .redaction import without_secrets
 
 # %% ../nbs/08o_identity.ipynb #67c0a0bc
 def content_at(path: str) -> str: # sha256; empty where there is no file or folder
@@ -78,3 +83,31 @@ USES = dict(prepare=("corpora",), mine=("encoding",), stage1=("training",), stag
 def engine_of(stage: str) -> dict: # part of the engine -> its number
     "The parts of this package's code that decide what a stage gives."
     return {part: ENGINE[part] for part in USES[stage]}
+
+# %% ../nbs/08o_identity.ipynb #4024dd5d
+def settings_of(recipe) -> dict: # field -> value as JSON gives it back; without place, processes and the like
+    "The settings that make a run what it is."
+    return without_secrets(json.loads(json.dumps(identity(recipe))))
+
+def recipe_sha256(recipe) -> str:
+    "A fingerprint of the stage and its settings."
+    text = json.dumps([type(recipe).__name__, settings_of(recipe)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+# %% ../nbs/08o_identity.ipynb #de3864ff
+def hashed_out(recipe,       # a recipe; its own `out` does not count
+               inputs: dict, # address -> hash, which then stands for the path there; from `input_hashes`
+               root: Path,   # folder of all such runs
+              ) -> Path:     # root/stage-HASH
+    "The folder under `root` that belongs to this stage, these settings and these inputs."
+    stage, settings = type(recipe).__name__.lower(), settings_of(recipe)
+    for address, sha256 in inputs.items(): settings = with_content(settings, address, sha256)
+    text = json.dumps([stage, __version__, engine_of(stage), settings], sort_keys=True).replace(f"{Path(root)}/", "@/")
+    return Path(root)/f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+def with_content(values, address: tuple, sha256: str): # -> the same, with a hash at the address
+    "Settings in which the content of a path stands in its place."
+    if not address or isinstance(values, str): return f"sha256:{sha256}"
+    first, rest = address[0], address[1:]
+    if isinstance(values, list): return [with_content(each, rest, sha256) if n == first else each for n, each in enumerate(values)]
+    return values | {first: with_content(values.get(first, ""), rest, sha256)}

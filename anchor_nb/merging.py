@@ -17,7 +17,7 @@ from typing import Iterator
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from .files import keep_apart, new_folder, saving, write_text
+from .files import check_whole, keep_apart, new_folder, saving, write_text
 from .prompts import LAYOUT_FILE, Layout
 from .foreign import kind_of
 from .embedder import base_of, chain, find_model, stored_facts
@@ -70,6 +70,7 @@ class Weights:
         if (index := self.folder/"model.safetensors.index.json").is_file(): # other weights may lie beside them
             files = [self.folder/name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
             if lost := [file.name for file in files if not file.is_file()]: raise FileNotFoundError(f"{self.folder} lacks {lost[0]}, which its index names; copy the folder again")
+        check_whole(self.folder)
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         self.files = {name: file for file in opened for name in file.keys()}
 

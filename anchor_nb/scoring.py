@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ledger_rows', 'scored', 'evaluation_file', 'Job', 'can_do', 'waiting', 'recall', 'record', 'free', 'time_left',
            'score_all', 'pairs_of', 'rebuilt_data', 'to_rebuild', 'rebuild', 'rebuild_all', 'rebuilt_table',
-           'plain_mean', 'summary', 'begun', 'ended', 'outcome']
+           'plain_mean', 'summary', 'begun', 'ended', 'Unscored', 'outcome']
 
 # %% ../nbs/15b_scoring.ipynb #21b4a4d2
 import gc, hashlib, json, sys, time
@@ -232,6 +232,9 @@ def begun(settings, tasks: list) -> dict: # the manifest, with an `id`
 def ended(manifest: dict, out: Path, failed: list):
     "The same manifest once more, with how it ended; one that is there only once was killed."
     append_rows(Path(out)/"evaluations.jsonl", [manifest | dict(status="failed" if failed else "complete", failed=failed, finished=now(), peak_memory_bytes=peak_memory())])
+
+class Unscored(RuntimeError):
+    "Tasks have failed; what could be scored is in the ledger, and the outcome in `summary.json`."
 
 def outcome(candidates: list, tasks: list, rows: list, settings, instructions_id: str, failed: list) -> dict: # models: who -> summary; failed: from `score_all`
     "The scores of every candidate's last step over the tasks of this run."

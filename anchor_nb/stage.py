@@ -12,10 +12,10 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from .errors import exit_code, two_lines
 from .launch import find_node, launch
 from .recipe import RECIPES
 from .preset_files import preset
-from .redaction import hide, secret_values
 from .run_folder import locked
 from .runs import checked, fail_run, finish_run, notebook_defaults, now, own_defaults, stage_notebook, start_run
 
@@ -74,7 +74,7 @@ def train_stage(stage: str,      # stage1 or stage2
         state = start_run(recipe.out, recipe, check_inputs(recipe).data) if leads else ""
         try: facts = launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
         except BaseException as error:
-            if leads: fail_run(recipe.out, stage, f"{type(error).__name__}: {error}", "", begun, "stopped" if getattr(error, "stopped", False) else "failed")
+            if leads: fail_run(recipe.out, stage, f"{type(error).__name__}: {error}", "", begun, "failed" if exit_code(error) == 1 else "stopped")
             raise
         if leads and state != "done": finish_run(recipe.out, **facts)
     return facts
@@ -85,9 +85,9 @@ def main(arguments: list = None):
     try:
         asked = parse(arguments)
         facts = train_stage(asked.stage, parameters(asked))
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"anchor_nb.stage: {hide(str(error), secret_values())}", file=sys.stderr, flush=True)
-        sys.exit(143 if getattr(error, "stopped", False) else 1)
+    except (Exception, KeyboardInterrupt) as error:
+        print(f"anchor_nb.stage: {two_lines(error)}", file=sys.stderr, flush=True)
+        sys.exit(exit_code(error))
     if first(): print(f"{asked.stage}: {facts['steps']} steps in {facts['processes']} processes", flush=True)
 
 if __name__ == "__main__" and globals().get("__package__"): main()

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['KEYS', 'COLUMNS', 'sweep_file', 'check_overrides', 'read_sweep', 'checked_sweep', 'Arm', 'of_grid', 'arms_of', 'Node',
            'node_of', 'settings_for', 'nodes_of_arm', 'plan_sweep', 'sweeps', 'is_done', 'progress', 'Processes',
-           'Queue', 'options_for', 'queued', 'table', 'Screen', 'gather', 'settle', 'reasons', 'drive', 'run_sweep']
+           'Queue', 'options_for', 'queued', 'table', 'Screen', 'gather', 'settle', 'reasons', 'drive',
+           'raising_stopped', 'run_sweep']
 
 # %% ../nbs/16c_sweeps.ipynb #aeb83a7f
 import itertools
@@ -16,10 +17,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .identity import input_hashes
+from .errors import Stopped
+from .identity import hashed_out, input_hashes
 from .launch import environment
 from .ledger import append_rows, read_json, read_rows, to_restate, write_json
 from .pipeline import full_preset
@@ -28,7 +31,7 @@ from .recipe import RECIPES, check_names
 from .preset_files import methods, preset_folder, presets
 from .stage import TRAINING
 from .run_folder import locked
-from .runs import hashed_out
+from .runs import finished
 from .submit import StageJob, ask_to_stop, executor, outcome_of, slurm_options, start_job, stop_job, write_job
 
 # %% ../nbs/16c_sweeps.ipynb #aeb6a095
@@ -160,10 +163,8 @@ def sweeps() -> dict: # name -> first line of its file
 
 # %% ../nbs/16c_sweeps.ipynb #932affcc
 def is_done(node: Node) -> bool:
-    "Whether a node's results are there."
-    out = Path(node.parameters["out"])
-    if node.stage == "evaluate": return (out/"summary.json").is_file() and not read_json(out/"summary.json")["failed"]
-    return (out/"run.json").is_file() and read_json(out/"run.json")["status"] == "complete"
+    "Whether a node's results are there, and its notebook ran to the end."
+    return bool(finished(Path(node.parameters["out"]), node.stage))
 
 # %% ../nbs/16c_sweeps.ipynb #f5c4df5c
 def progress(node: Node) -> str: # such as 12/40, or empty
@@ -318,6 +319,22 @@ def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # 
         time.sleep(every)
 
 # %% ../nbs/16c_sweeps.ipynb #766c0244
+@contextmanager
+def raising_stopped():
+    "A block that SIGTERM and Ctrl-C end with `Stopped`; a second signal ends the process as if nobody listened."
+    if threading.current_thread() is not threading.main_thread():
+        yield # signals are the main thread's
+        return
+    def restore():
+        for number, handler in before.items(): signal.signal(number, handler or signal.SIG_DFL)
+    def stop(number, frame):
+        restore()
+        raise Stopped(f"stopped by {signal.Signals(number).name}; what ran was told to write a checkpoint; "
+                      "run the same command to go on")
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try: yield
+    finally: restore()
+
 def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dictionary as in such a file
               out: Path = "",      # the root; default: runs/sweeps, which all sweeps may share
               at_once: int = 1,    # nodes at a time on this machine, or in an array of Slurm (0: no limit there)
@@ -332,12 +349,9 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:
         with locked(root, "sweep"):
-            main = threading.current_thread() is threading.main_thread() # signals are its own
-            before = main and signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) # so that what runs is asked to stop
             runner = Processes(root/"jobs", at_once) if slurm is None else Queue(root/"jobs", slurm, at_once)
-            try: state = drive(nodes, arms, runner, root, every or (1 if slurm is None else 15))
-            finally:
-                runner.stop()
-                if main: signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            with raising_stopped():
+                try: state = drive(nodes, arms, runner, root, every or (1 if slurm is None else 15))
+                finally: runner.stop()
     count = lambda *which: sum(now in which for now in state.values())
     return dict(done=count("done"), skipped=count("skipped"), waiting=count("waiting"), failed=reasons(state, nodes, root), ledger=str(root/"ledger.jsonl"))

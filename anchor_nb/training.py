@@ -206,6 +206,9 @@ def check_inputs(recipe: Training) -> Inputs:
     attention_of(recipe)
     model = start_of(recipe)
     check_causal(model)
+    for name, source in dict(model=model, data=recipe.data).items():
+        if Path(source).resolve() in (Path(recipe.out).resolve(), *Path(recipe.out).resolve().parents):
+            raise ValueError(f"out={recipe.out} lies in {name}={source}, which the run would change while it reads it; choose an out beside it")
     if not recipe.bidirectional and not is_causal(AutoConfig.from_pretrained(model)): raise ValueError(f"{recipe.model} was trained with bidirectional attention; set bidirectional=true")
     if (before := stored_facts(model).get("pooling", recipe.pooling)) != recipe.pooling: warnings.warn(f"{recipe.model} was trained with pooling={before}, and this run takes pooling={recipe.pooling}")
     if recipe.warmup_steps >= recipe.steps:
@@ -335,7 +338,7 @@ def run_trainer(trainer: AnchorTrainer, recipe: Training, checkpoint: Path | Non
         for folder in (out/".writing", *[folder for folder in checkpoints(out) if number_of(folder) > first]): shutil.rmtree(folder, ignore_errors=True) # half written; damaged
     trainer.accelerator.wait_for_everyone()
     trainer.add_callback(bar := Progress(lambda: trainer, type(recipe).__name__))
-    trainer.add_callback(stopping := Stopping())
+    trainer.add_callback(stopping := Stopping(trainer.is_world_process_zero()))
     with closing(bar), listening(stopping), tensors_only(checkpoint) if checkpoint else nullcontext(): trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 def finish(trainer: AnchorTrainer, recipe: Training, save, inputs: Inputs) -> dict: # facts for the manifest

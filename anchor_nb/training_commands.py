@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['Slurm', 'list_stages', 'list_presets', 'add_stage', 'show_plan', 'pipeline', 'demo', 'plan_memory', 'run_benchmark',
-           'sweep', 'list_recipes', 'run_recipe', 'submit']
+           'outcome', 'sweep', 'list_recipes', 'run_recipe', 'submit']
 
 # %% ../nbs/17a_training_commands.ipynb #38369be8
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +18,7 @@ from .recipe import RECIPES
 from .preset_files import methods, presets
 from .stage import TRAINING, read_pairs, train_stage
 from .runs import run_stage, stages
-from .shell import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, Output, ParameterFile, Parameters, Preset, Quiet, Recipe, app, first_line, gather, parameter_help, readable_errors, show, with_gpus)
+from .shell import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, Output, ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, first_line, gather, parameter_help, show, with_gpus)
 
 # %% ../nbs/17a_training_commands.ipynb #a88bdbed
 @app.command("stages", rich_help_panel=START)
@@ -37,11 +36,10 @@ def add_stage(stage: str):
     "Add a command that runs one stage."
     def command(parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, gpus: Gpus = -1,
                 output: Output = None, dry_run: DryRun = False, quiet: Quiet = False):
-        with readable_errors():
-            values = gather(stage, preset, file, parameter) | with_gpus(stage, gpus)
-            if dry_run: return show(stage, values)
-            if int(os.environ.get("NODE_RANK", 0)) and stage in TRAINING: return train_stage(stage, values) and None # the first node has the notebook
-            typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
+        values = gather(stage, preset, file, parameter) | with_gpus(stage, gpus)
+        if dry_run: return show(stage, values)
+        if int(os.environ.get("NODE_RANK", 0)) and stage in TRAINING: return train_stage(stage, values) and None # the first node has the notebook
+        typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
     about = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
     panel = dict(prepare=DATA, mine=DATA, report=SCORE).get(stage, TRAIN)
     app.command(stage, help=f"{about}\n\n{parameter_help(stage)}", rich_help_panel=panel)(command)
@@ -61,10 +59,9 @@ def pipeline(preset: Annotated[str, typer.Option("--preset", help="`anchor-nb pr
              out: Annotated[Path | None, typer.Option("--out", help="folder of the pipeline; default: runs/PRESET")] = None,
              parameter: Parameters = [], dry_run: DryRun = False, quiet: Quiet = False):
     "All stages in order: data, stage I, stage II from it and from the base model, scores, report."
-    with readable_errors():
-        out, overrides = out or Path("runs")/preset, read_pairs(parameter)
-        if dry_run: show_plan(preset, out, overrides)
-        else: run_pipeline(preset, out, overrides, log=not quiet)
+    out, overrides = out or Path("runs")/preset, read_pairs(parameter)
+    if dry_run: show_plan(preset, out, overrides)
+    else: run_pipeline(preset, out, overrides, log=not quiet)
 
 # %% ../nbs/17a_training_commands.ipynb #cfbf5373
 @app.command("demo", rich_help_panel=START)
@@ -86,8 +83,10 @@ def plan_memory(model: Annotated[str, typer.Option(help="folder, hub id, short n
                 as_json: AsJson = False):
     "What each stage needs: memory, tokens of a micro-batch, operations, time. Exit code 1 where a stage does not fit."
     from anchor_nb import planning
-    with readable_errors(): rows = planning.report(model, gpus, gpu_memory, max_length, mean_query, mean_document, global_batch, rate*1e12, precision, optimizer, rank, sharding=sharding)
-    typer.echo(json.dumps(dict(stages=rows)) if as_json else planning.table(rows))
+    with answering(as_json) as answer:
+        rows = planning.report(model, gpus, gpu_memory, max_length, mean_query, mean_document, global_batch, rate*1e12,
+                               precision, optimizer, rank, sharding=sharding)
+        answer(dict(stages=rows), planning.table(rows))
     if not all(row["fits"] for row in rows): raise typer.Exit(1)
 
 # %% ../nbs/17a_training_commands.ipynb #0c0780d1
@@ -95,44 +94,56 @@ def plan_memory(model: Annotated[str, typer.Option(help="folder, hub id, short n
 def run_benchmark(name: Annotated[str, typer.Argument(help="stage1, stage2, encode or growth")],
                   quick: Annotated[bool, typer.Option("--quick", help="seconds on a tiny model instead of minutes on a real one")] = False,
                   out: Annotated[str, typer.Option(help="folder of the results, a file of rows for each benchmark")] = "runs/bench",
-                  pairs: Parameters = []):
-    "Measure speed and memory against the peers; progress on stderr, one JSON object on stdout."
+                  pairs: Parameters = [], as_json: AsJson = False):
+    "Measure speed and memory against the peers."
     from anchor_nb import bench
-    with readable_errors(): result = bench.run_bench(name, quick, out, say=lambda line: typer.echo(line, err=True), **read_pairs(pairs))
-    typer.echo(json.dumps(result))
+    with answering(as_json) as answer:
+        result = bench.run_bench(name, quick, out, say=typer.echo, **read_pairs(pairs))
+        ratios = result["throughput_ratio"].items()
+        lines = [f"{case}: our speed is {ratio:.2f} times that of {way}" for way, cases in ratios for case, ratio in cases.items()]
+        answer(result, *lines, f"all figures: {out}/{name}.jsonl")
 
 # %% ../nbs/17a_training_commands.ipynb #62612ab0
 Slurm = Annotated[list[str], typer.Option("--slurm", metavar="NAME=VALUE", help="an option of sbatch, such as partition=gpu or time=120; give it as often as you need")]
 
+def outcome(found: dict, dry_run: bool) -> list: # of lines; found: from `run_sweep`
+    "What has come of a sweep."
+    if dry_run: return [f"{found['done']} done, {found['waiting']} to run"]
+    failed = [f"{name} failed: {reason}" for name, reason in found["failed"].items()]
+    counts = f"{found['done']} done, {len(failed)} failed, {found['skipped']} skipped"
+    return [*failed, counts, f"scores: {found['ledger']}"]
+
 @app.command("sweep", rich_help_panel=TRAIN)
 def sweep(name: Annotated[str, typer.Argument(help="a YAML file, or one of the paper's sweeps; none: list them")] = "",
           out: Annotated[str, typer.Option("--out", help="folder of all runs, which sweeps may share")] = "runs/sweeps",
-          at_once: Annotated[int, typer.Option("--at-once", help="runs at a time")] = 1, slurm: Slurm = [], dry_run: DryRun = False):
+          at_once: Annotated[int, typer.Option("--at-once", help="runs at a time")] = 1, slurm: Slurm = [], dry_run: DryRun = False,
+          as_json: AsJson = False):
     "The arms of an ablation, with what they share computed once. Exit code 1 when one has failed."
     from anchor_nb import sweeps
-    with readable_errors():
-        if not name: return [typer.echo(f"{key:12} {about}") for key, about in sweeps.sweeps().items()] and None
+    with answering(as_json) as answer:
+        if not name: return answer(sweeps.sweeps(), *(f"{key:12} {about}" for key, about in sweeps.sweeps().items()))
         found = sweeps.run_sweep(name, out, at_once, read_pairs(slurm) if slurm else None, dry_run)
-    if not dry_run: typer.echo(json.dumps(found))
+        answer(found, *outcome(found, dry_run))
     if found["failed"]: raise typer.Exit(1)
 
 @app.command("recipes", rich_help_panel=TRAIN)
 def list_recipes(as_json: AsJson = False):
     "List the methods that can be trained, each with what it is and where ours differs from the original."
-    if as_json: return typer.echo(json.dumps(methods()))
-    for name, card in methods().items(): typer.echo(f"{name:11} {card['about']} ({' + '.join(card['stages'])})")
+    lines = [f"{name:11} {card['about']} ({' + '.join(card['stages'])})" for name, card in methods().items()]
+    with answering(as_json) as answer: answer(methods(), *lines)
 
 @app.command("recipe", rich_help_panel=TRAIN)
 def run_recipe(name: Recipe, out: Annotated[str, typer.Option("--out", help="folder of all runs, which recipes may share")] = "runs/sweeps",
-               parameter: Annotated[list[str], typer.Option("-p", "--parameter", metavar="STAGE.NAME=VALUE", help="one parameter of a stage; give it as often as you need")] = [], dry_run: DryRun = False):
-    "Data, training stages and scores of one method; one JSON object last. `anchor-nb sweep relatives` runs all of them on equal terms."
+               parameter: Annotated[list[str], typer.Option("-p", "--parameter", metavar="STAGE.NAME=VALUE", help="one parameter of a stage; give it as often as you need")] = [], dry_run: DryRun = False,
+               as_json: AsJson = False):
+    "Data, training stages and scores of one method. `anchor-nb sweep relatives` runs all of them on equal terms."
     from anchor_nb import sweeps
-    with readable_errors():
+    with answering(as_json) as answer:
         if name not in methods(): raise ValueError(f"no recipe {name!r}; there are {', '.join(methods())}")
         given = read_pairs(parameter)
         if idle := [address for address in given if address.partition(".")[0] in {"stage1", "stage2"} - set(methods()[name]["stages"])]: raise ValueError(f"{idle[0]}: {name} has no {idle[0].partition('.')[0]}; it has {', '.join(methods()[name]['stages'])}")
         found = sweeps.run_sweep(dict(preset=name, base=given, arms={name: {}}), out, dry_run=dry_run)
-    if not dry_run: typer.echo(json.dumps(found))
+        answer(found, *outcome(found, dry_run))
     if found["failed"]: raise typer.Exit(1)
 
 @app.command("submit", rich_help_panel=SCALE)
@@ -140,5 +151,5 @@ def submit(stage: Annotated[str, typer.Argument(help="a stage")], parameter: Par
            dry_run: Annotated[bool, typer.Option("--dry-run", help="print the job, queue nothing")] = False):
     "Queue a stage on a Slurm cluster; it is requeued when its time is up, until it is done."
     from anchor_nb.submit import submit_stage
-    with readable_errors(): job = submit_stage(stage, gather(stage, preset, file, parameter) | with_gpus(stage, gpus), read_pairs(slurm), dry_run=dry_run)
+    job = submit_stage(stage, gather(stage, preset, file, parameter) | with_gpus(stage, gpus), read_pairs(slurm), dry_run=dry_run)
     typer.echo(job if dry_run else f"job {job.job_id}; its log: {job.paths.stdout}")

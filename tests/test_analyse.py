@@ -43,13 +43,13 @@ def asked(out, **changes): return Analyse(**dict(a="tiny", b="tiny", data=toy_pa
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, other):
-    "One analysis from the command, through its stage notebook; the last line it prints is the summary."
+    "One analysis from the command, through its stage notebook; what it prints is the summary."
     out = tmp_path_factory.mktemp("analysis")/"run"
     parameters = dict(a="tiny", b=other[0], data=toy_pairs(), out=str(out), texts=80, max_length=48, layers=3, neighbours=[3, 5], quick=False)
     words = [word for name in ("out", "texts", "max_length", "layers", "neighbours") for word in ("-p", f"{name}={parameters[name]}")]
     printed = CliRunner().invoke(app, ["analyse", "tiny", other[0], "--data", toy_pairs(), "--json", "--quiet", *words], catch_exceptions=False)
     assert printed.exit_code == 0, printed.output
-    assert json.loads(printed.output.splitlines()[-1]) == json.loads((out/"summary.json").read_text())
+    assert json.loads(printed.stdout) == json.loads((out/"summary.json").read_text())
     return out, parameters, out/"analyse.ipynb"
 
 

@@ -1,10 +1,14 @@
 "Wrong input is refused with file, line, field and the fix, before anything is written."
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from anchor_nb.corpora import resolve_model
+from anchor_nb.embedder import AnchorEmbedder
+from anchor_nb.merging import merge_models
 from anchor_nb.recipe import Stage1, Stage2
 from anchor_nb.runs import StageError, run_stage, start_run
 from anchor_nb.training import check_inputs, train
@@ -123,3 +127,12 @@ def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):
     change = {name: str(tmp_path/"data") if value == "EMPTY" else value for name, value in change.items()}
     with pytest.raises(StageError, match=expected): run_stage("stage1", usual | change, output=tmp_path/"stage1.ipynb", log=False)
     assert [path.name for path in (tmp_path/"out").iterdir()] == [".stage1.lock"]
+
+
+@pytest.mark.parametrize("size", [4, 5_000, 100_000])
+def test_weights_that_break_off_are_named(size, tmp_path):
+    folder = changed_model(tmp_path, "config.json")
+    os.truncate(Path(folder)/"model.safetensors", size)
+    expected = f"model.safetensors is incomplete: it has {size} bytes and breaks off; copy or download it again"
+    with pytest.raises(ValueError, match=expected): AnchorEmbedder.from_pretrained(folder)
+    with pytest.raises(ValueError, match=expected): merge_models([folder, "tiny"], str(tmp_path/"soup"))

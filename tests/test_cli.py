@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from anchor_nb import pipeline, runs
 from anchor_nb.cli import app
+from anchor_nb.launch import LAUNCHERS
 from anchor_nb.preset_files import presets
 from anchor_nb.recipe import RECIPES
 
@@ -68,21 +69,28 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["stage1", "-p", "step=5"], "no parameter 'step'; did you mean steps?"),
-    (["stage1", "-p", "steps=many"], "steps='many' is no int; give steps as int"),
+    (["stage1", "-p", "step=5"], "no parameter 'step'\ndid you mean steps?"),
+    (["stage1", "-p", "steps=many"], "steps='many' is no int\ngive steps as int"),
     (["stage1", "-p", "alpha=2"], "alpha must lie in [0, 1]"),
     (["stage1", "-p", "steps"], "write -p name=value"),
-    (["stage1", "--preset", "smok"], "no preset 'smok'; there are"),
-    (["stage1", "-f", "no.yaml"], "No such file or directory: 'no.yaml'"),
+    (["stage1", "--preset", "smok"], "no preset 'smok'\nthere are"),
+    (["stage1", "-f", "no.yaml"], "there is no no.yaml\ngive the path of something that exists"),
+    (["stage1", "-f", "."], ". is a folder, where a file is needed\ngive a file"),
+    (["stage1", "-p", "objectives={anchor: 1"], "objectives={anchor: 1 is no YAML (expected ',' or '}', but got '<stream end>')\nclose every bracket"),
+    (["stage1", "-p", "trackers=[x"], "trackers=[x is no YAML"),
+    (["merge", "tiny", "tiny", "--out", "soup", "--policy", "x=[1"], "x=[1 is no YAML"),
+    (["export", "tiny", "out", "-p", "pooling=[x"], "pooling=[x is no YAML"),
+    (["export", "tiny", "/etc/hostname/out"], "/etc/hostname is a file, where a folder is needed\ngive another path"),
+    (["tables", "nosuch"], "there is no nosuch\ngive the path"),
     (["pipeline", "--preset", "smoke", "-p", "steps=5"], "write STEP.PARAMETER=VALUE"),
     (["pipeline", "--preset", "smoke", "-p", "report.titel=x"], "did you mean title?"),
     (["pipeline", "--preset", "nope"], "no preset 'nope'"),
-    (["sweep", "nope.yml"], "there is no file nope.yml; give a YAML file, or one of ablation"),
-    (["recipe", "e6"], "no recipe 'e6'; there are anchor"),
+    (["sweep", "nope.yml"], "there is no file nope.yml\ngive a YAML file, or one of ablation"),
+    (["recipe", "e6"], "no recipe 'e6'\nthere are anchor"),
     (["recipe", "e5", "-p", "steps=5"], "write stage.parameter, such as stage1.alpha"),
-    (["recipe", "e5", "-p", "stage1.steps=5"], "stage1.steps: e5 has no stage1; it has stage2"),
+    (["recipe", "e5", "-p", "stage1.steps=5"], "stage1.steps: e5 has no stage1\nit has stage2"),
     (["analyse", "tiny"], "one model alone cannot be compared"),
-    (["analyse", "tiny", "tiny"], "data is empty; name a folder or file of rows"),
+    (["analyse", "tiny", "tiny"], "data is empty\nname a folder or file of rows"),
     (["filter", "nowhere", "--out", "kept", "--min-margin", "0.5", "--max-margin", "0.1"], "0.5"),
     (["dedup", "nowhere", "--out", "kept", "--remove", "some"], "some"),
     (["merge", "tiny", "--out", "soup"], "two"),
@@ -103,14 +111,109 @@ def test_a_mistake_is_one_message_and_nothing_starts(words, message, tmp_path, m
     monkeypatch.setattr(runs, "execute", lambda *_: pytest.fail("it started"))
     result = invoke(*words)
     assert result.exit_code == 1 and message in result.output, result.output
-    assert len(result.output.strip().splitlines()) == 1
+    assert result.stdout == "" and len(result.stderr.strip().splitlines()) == 2
+    trace = Path(result.stderr.rpartition("traceback: ")[2].strip())
+    assert "Traceback (most recent call last)" in trace.read_text()
+    trace.unlink()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mistake_in_a_shell_is_no_traceback(tmp_path):
     result = shell("stage1", "-p", "alpha=2", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "anchor-nb: alpha must lie in [0, 1], it is 2.0\n"
+    what, fix = result.stderr.splitlines()
+    assert what == "anchor-nb: alpha must lie in [0, 1], it is 2.0"
+    assert fix.startswith("put that right and run the same command again; traceback: ")
+
+
+def test_a_fault_of_ours_says_so(monkeypatch):
+    from anchor_nb import planning
+    def broken(*_, **__): raise KeyError("layers")
+    monkeypatch.setattr(planning, "report", broken)
+    result = invoke("plan")
+    what, fix = result.stderr.splitlines()
+    assert (result.exit_code, what) == (1, "anchor-nb: KeyError: 'layers'")
+    assert fix.startswith("this is a fault of anchor_nb: please report it with the traceback; traceback: ")
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch):
+    from anchor_nb import planning
+    def lacking(*_, **__): raise ModuleNotFoundError("No module named 'submitit'", name="submitit")
+    monkeypatch.setattr(planning, "report", lacking)
+    result = invoke("plan")
+    assert result.stderr.startswith("anchor-nb: the package submitit is not installed\npip install anchor_nb[slurm]; ")
+
+
+def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
+    for name in LAUNCHERS: monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "3")
+    shown = invoke("stages")
+    assert shown.stderr.startswith("RANK=3: left over in the environment") and "RANK" not in os.environ
+    assert invoke("stages").stderr == ""
+
+
+# ---- JSON ----
+
+WITH_JSON = ["analyse", "bench", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan", "push",
+             "recipe", "recipes", "search", "sweep"]
+
+
+def noisy(found):
+    "Stands in for the work of a command: prints as libraries do, also past Python and from another process."
+    def work(*_, **__):
+        print("Launching training on CPU.")
+        os.write(1, b"[IPKernelApp] ERROR | caught in kernel\n")
+        subprocess.run(["echo", "from a process"])
+        return found
+    return work
+
+
+@pytest.fixture
+def stubbed(monkeypatch, tmp_path):
+    "Every command that has --json, with its work replaced, and with the words that it needs."
+    import importlib
+    def stub(place, found):
+        module, name = place.split(".")
+        monkeypatch.setattr(importlib.import_module(f"anchor_nb.{module}"), name, noisy(found))
+    facts = dict(rows=3, written=2, below=1, above=0, equal=1, near=0, contaminated=0)
+    stub("bench.run_bench", dict(throughput_ratio={"peer": {"case": 2.0}}))
+    stub("decoding.decode_from_anchor", [])
+    stub("duplicates.dedup_pairs", dict(datasets={"a": facts}, tests={}))
+    stub("doctor.checks", [])
+    stub("encoding.encode_corpus", dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
+    stub("card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md"))
+    stub("filters.filter_pairs", {"a": facts})
+    stub("merging.merge_models", dict(tensors=5, bytes=8))
+    stub("planning.report", [])
+    stub("planning.table", "nothing")
+    stub("hub.push", dict(files=[dict(bytes=8, path="README.md")], bytes=8))
+    stub("preset_files.methods", {})
+    stub("search.search_corpus", [dict(query="who?", hits=[])])
+    stub("sweeps.run_sweep", dict(done=1, failed={}, skipped=0, waiting=0, ledger="ledger.jsonl"))
+    stub("scoring_commands.run_stage", tmp_path/"x.ipynb")
+    (tmp_path/"summary.json").write_text(json.dumps(dict(models={}, failed=[])))
+    out = ["-p", f"out={tmp_path}", "-p", "data=pairs"]
+    words = dict(bench=["encode"], decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"], encode=["x", "--out", "y"], export=["tiny", "y"],
+                 filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"], merge=["a", "b", "--out", "y"], push=["x", "me/x"], recipe=["e5"],
+                 search=["tiny", "x", "who?"], sweep=["alpha"], analyse=out, evaluate=out[:2])
+    return {name: [name, *words.get(name, [])] for name in WITH_JSON}
+
+
+@pytest.mark.parametrize("name", WITH_JSON)
+def test_an_answer_is_one_json_object_if_asked_for_and_a_few_lines_if_not(name, stubbed, capfd):
+    found = invoke(*stubbed[name], "--json")
+    assert found.exit_code == 0, found.output
+    assert isinstance(json.loads(found.stdout), dict)
+    past_python = capfd.readouterr()
+    assert past_python.out == "" and ("from a process" in past_python.err) == (name != "recipes")
+    shown = invoke(*stubbed[name])
+    assert shown.exit_code == 0 and not any(line.startswith("{") for line in shown.stdout.splitlines()), shown.output
+
+
+def test_every_command_that_has_json_is_tried():
+    from typer.main import get_command
+    having = [name for name, command in get_command(app).commands.items() if any("--json" in one.opts for one in command.params)]
+    assert sorted(having) == WITH_JSON
 
 
 # ---- jobs, sweeps, corpora ----
@@ -136,12 +239,12 @@ def test_methods_are_listed_and_one_is_shown(tmp_path, monkeypatch):
 
 
 def test_a_corpus_is_encoded_from_a_shell_and_gone_on_with(tmp_path):
-    "Parameters arrive as text and count as numbers; the last line is one JSON object; the second call finds all shards there."
+    "Parameters arrive as text and count as numbers; stdout is one JSON object; the second call finds all shards there."
     (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=f"d{n}", text=f"text number {n}")) + "\n" for n in range(10)))
     for made in (3, 0):
-        result = shell("encode", "corpus.jsonl", "--model", "tiny", "--out", "vectors", "--dtype", "int8", "-p", "shard_rows=4", cwd=tmp_path)
+        result = shell("encode", "corpus.jsonl", "--model", "tiny", "--out", "vectors", "--dtype", "int8", "-p", "shard_rows=4", "--json", cwd=tmp_path)
         assert result.returncode == 0, result.stderr[-2000:]
-        found = json.loads(result.stdout.splitlines()[-1])
+        found = json.loads(result.stdout)
         assert (found["rows"], found["shards"], found["made_shards"], found["complete"]) == (10, 3, made, True)
 
 

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from anchor_nb.doctor import check_hub, check_kernel, check_smoke, found_by, requirements
+from anchor_nb.doctor import check_environment, check_hub, check_kernel, check_smoke, found_by, requirements
+from anchor_nb.launch import LAUNCHERS
 
 NO_NETWORK = """
 import socket
@@ -91,9 +92,14 @@ def test_a_hub_that_is_silent_costs_no_more_than_was_allowed(monkeypatch):
     assert found.status == "fail" and "timed out" in found.found and "secret-password" not in str(found)
 
 
-def test_ranks_left_in_the_environment_are_noticed_and_nothing_waits_for_them(tmp_path):
-    found = json.loads(run(ALL, tmp_path, RANK="0", WORLD_SIZE="8").stdout)
-    assert found["failed"] == ["environment"] and found["checks"][-1]["name"] == "environment"
+def test_ranks_are_noticed_and_those_that_are_left_over_are_told_from_true_ones(monkeypatch):
+    for name in LAUNCHERS: monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    found = check_environment()
+    assert found.status == "warn" and "left over: RANK=0, WORLD_SIZE=8" in found.found and "unset them" in found.fix
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    assert check_environment().status == "fail"
 
 
 def test_broken_training_is_noticed(monkeypatch):

@@ -150,8 +150,8 @@ def half_failed(tmp_path_factory):
 def test_one_failing_task_is_reported_and_the_others_are_scored(half_failed):
     folder, words = half_failed
     result = evaluate(folder, *words)
-    last = json.loads(result.stdout.splitlines()[-1])
-    assert result.returncode == 1 and "bad: FAILED, ValueError: max_length=64: the instruction" in result.stdout
+    last = json.loads(result.stdout)
+    assert result.returncode == 1 and "bad: FAILED, ValueError: max_length=64: the instruction" in result.stderr
     assert last["mean"] is None and last["tasks"]["bad"] is None and 0 <= last["tasks"]["good"] <= 1
     assert len(last["failed"]) == 1 and "tiny, step 0, bad" in last["failed"][0]
     assert main_rows(folder) == [("tiny", "good")]
@@ -162,8 +162,8 @@ def test_the_same_command_tries_only_what_is_missing(half_failed):
     if not (folder/"runs").exists(): evaluate(folder, *words)
     (folder/"bad"/"task.json").write_text(json.dumps(dict(name="bad", instruction="short", license="CC0", source="made up")))
     result = evaluate(folder, *words)
-    last = json.loads(result.stdout.splitlines()[-1])
-    assert result.returncode == 0 and "1 scores to compute" in result.stdout and last["failed"] == []
+    last = json.loads(result.stdout)
+    assert result.returncode == 0 and "1 scores to compute" in result.stderr and last["failed"] == []
     assert main_rows(folder) == [("tiny", "good"), ("tiny", "bad")]
     assert last["mean"] == pytest.approx(sum(last["tasks"].values()) / 2) and last["by_type"] == {"Retrieval": last["mean"]}
 
@@ -178,10 +178,10 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     time.sleep(4) # the kernel is a session of its own, and ends when it sees that its parent is gone
     before = main_rows(tmp_path)
     result = evaluate(tmp_path, *words, "--json")
-    last = json.loads(result.stdout.splitlines()[-1])
+    last = json.loads(result.stdout)
     assert result.returncode == 0, result.stderr[-2000:]
     assert 0 < len(before) < len(last["tasks"]) and main_rows(tmp_path)[:len(before)] == before
-    assert f"{len(last['tasks']) - len(before)} scores to compute" in result.stdout
+    assert f"{len(last['tasks']) - len(before)} scores to compute" in result.stderr
     assert len(main_rows(tmp_path)) == len(set(main_rows(tmp_path))) == len(last["tasks"])
     assert last["mean"] == pytest.approx(np.mean(list(last["tasks"].values())))
 

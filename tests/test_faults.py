@@ -180,7 +180,7 @@ def test_want_of_memory_twice_is_an_error(settings, monkeypatch):
 
 # ---- signals ----
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_writes_a_last_checkpoint(number, settings, whole):
     with at_step(5, lambda trainer: os.kill(os.getpid(), number)), pytest.raises(Stopped, match=f"stopped by {number.name} after step 5 .*same command"): train(settings)
     assert checkpoints(settings.out)[-1].name == "checkpoint-5"

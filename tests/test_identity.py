@@ -10,9 +10,8 @@ from common import check_pinned
 from anchor_nb import ledger, runs, sweeps
 from anchor_nb.corpora import build_corpus
 from anchor_nb.data import content_hash
-from anchor_nb.identity import ENGINE, engine_of, input_hashes, inputs_of
+from anchor_nb.identity import ENGINE, engine_of, hashed_out, input_hashes, inputs_of, settings_of
 from anchor_nb.recipe import RECIPES, Stage2
-from anchor_nb.runs import settings_of
 
 NEEDED = dict(mine=dict(data="hf:o/n", out="out"), evaluate=dict(tasks=["SciFact"], out="out"),
               analyse=dict(a="org/a", b="org/b", data="hf:o/n", out="out"),
@@ -56,13 +55,13 @@ def cases():
 def test_changed_content_behind_a_path_is_another_run(tmp_path, stage, f, shape):
     path, decisive = behind(f.metadata["reads"], tmp_path/"input")
     made = RECIPES[stage](**NEEDED.get(stage, {}) | {f.name: shape(str(path))})
-    out, node = tmp_path/"out", runs.hashed_out(made, input_hashes(made), tmp_path)
+    out, node = tmp_path/"out", hashed_out(made, input_hashes(made), tmp_path)
     assert runs.start_run(out, made) == "new" and runs.start_run(out, made) == "resume"
     rewrite(decisive, decisive.read_text().replace("one", "two"))
-    assert runs.hashed_out(made, input_hashes(made), tmp_path) != node, "a sweep takes another node"
+    assert hashed_out(made, input_hashes(made), tmp_path) != node, "a sweep takes another node"
     with pytest.raises(ValueError, match=f"the content of {f.name}.* has changed since"): runs.start_run(out, made)
     rewrite(decisive, decisive.read_text().replace("two", "one"))
-    assert runs.start_run(out, made) == "resume" and runs.hashed_out(made, input_hashes(made), tmp_path) == node
+    assert runs.start_run(out, made) == "resume" and hashed_out(made, input_hashes(made), tmp_path) == node
 
 
 @pytest.mark.parametrize("stage", RECIPES)
@@ -85,11 +84,11 @@ def test_a_run_is_known_by_its_model_and_not_by_what_lies_beside_it(tmp_path):
 def test_a_run_of_code_that_gives_other_results_is_not_taken_for_this_one(tmp_path, monkeypatch):
     made = Stage2(out=str(tmp_path))
     runs.start_run(tmp_path, made)
-    node = runs.hashed_out(made, {}, "root")
+    node = hashed_out(made, {}, "root")
     monkeypatch.setitem(ENGINE, "scoring", 99)
     assert runs.start_run(tmp_path, made) == "resume", "training does not depend on how scores are computed"
     monkeypatch.setitem(ENGINE, "training", 99)
-    assert runs.hashed_out(made, {}, "root") != node
+    assert hashed_out(made, {}, "root") != node
     with pytest.raises(ValueError, match="made by training code .*, and this is 99"): runs.start_run(tmp_path, made)
 
 

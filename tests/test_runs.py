@@ -178,7 +178,7 @@ def test_a_token_reaches_the_kernel_but_not_the_notebook_the_log_or_the_error(tm
     with pytest.raises(runs.StageError) as caught: runs.run_stage(notebook(tmp_path/"leak.ipynb", code), dict(name=f"key {TOKEN}"), tmp_path/"out.ipynb")
     assert (tmp_path/"seen").read_text()[::-1] == f"key {TOKEN}"
     shown = capfd.readouterr()
-    assert TOKEN not in str(caught.value) + shown.out + shown.err + (tmp_path/"out.ipynb").read_text()
+    assert TOKEN not in str(caught.value) + shown.out + shown.err + caught.value.notebook.read_text()
     assert "[hidden]" in shown.out
 
 
@@ -217,6 +217,62 @@ def test_a_failure_is_not_written_into_somebody_elses_manifest(tmp_path):
     assert (tmp_path/"run/run.json").read_text() == before
 
 
+# ---- what a finished run keeps ----
+
+def content(folder):
+    "Every file of a folder with its bytes and its time."
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+DONE = "from anchor_nb.runs import finish_run, read_manifest\nif read_manifest(out)['status'] != 'complete': finish_run(out)"
+
+
+def test_a_finished_run_is_not_touched_by_a_refused_or_a_repeated_command(tmp_path):
+    path, out = prepare_like(tmp_path/"nb", DONE), tmp_path/"run"
+    given = dict(out=str(out), corpora=[], model="")
+    runs.run_stage(path, given, log=False)
+    assert runs.read_manifest(out)["notebook"] == "complete"
+    before = content(out)
+    assert runs.run_stage(path, given, log=False) == out/"prepare.ipynb"
+    assert content(out) == before
+    other = prepare_like(tmp_path/"other", DONE, "raise RuntimeError('too late')")
+    with pytest.raises(runs.StageError, match="too late") as caught: runs.run_stage(other, given, log=False)
+    assert content(out) == before and "too late" in caught.value.notebook.read_text()
+    other.write_text(other.read_text().replace("model=\\\"\\\"", "model=\\\"tiny\\\""))
+    with pytest.raises(runs.StageError, match="holds another run") as caught: runs.run_stage(other, given, log=False)
+    assert content(out) == before and "holds another run" in caught.value.notebook.read_text()
+
+
+def test_a_run_whose_notebook_failed_behind_it_is_not_finished(tmp_path):
+    out = tmp_path/"run"
+    broken = prepare_like(tmp_path/"nb", DONE, "raise RuntimeError('no figure')")
+    with pytest.raises(runs.StageError, match="no figure"): runs.run_stage(broken, dict(out=str(out)), log=False)
+    manifest = runs.read_manifest(out)
+    assert (manifest["status"], manifest["notebook"], runs.finished(out, "prepare")) == ("complete", "failed", b"")
+    assert {path.name for path in out.glob("*.ipynb")} == {"prepare.failed.ipynb"}
+    runs.run_stage(prepare_like(tmp_path/"nb", DONE), dict(out=str(out)), log=False)
+    assert runs.read_manifest(out)["notebook"] == "complete" and runs.finished(out, "prepare")
+    assert {path.name for path in out.glob("*.ipynb")} == {"prepare.ipynb"}
+
+
+@pytest.mark.parametrize("ends, status, reason", [
+    ("raise RuntimeError('no such row')", "failed", "RuntimeError: no such row"),
+    ("raise KeyboardInterrupt", "stopped", "stopped by SIGINT at once; run the same command to go on"),
+    ("raise Stopped('stopped by SIGINT after step 7')", "stopped", "stopped by SIGINT after step 7"),
+    ("finish_run(out)", "complete", None)])
+def test_a_cell_that_fails_by_hand_is_on_record(ends, status, reason, tmp_path, monkeypatch, capsys):
+    from IPython.core.interactiveshell import InteractiveShell
+    shell = InteractiveShell()
+    monkeypatch.setattr(runs, "running_shell", lambda: shell)
+    begin = f"out = {str(tmp_path)!r}\nfrom anchor_nb.errors import Stopped\nfrom anchor_nb.runs import finish_run{FAILING}"
+    shell.run_cell(begin)
+    assert runs.read_manifest(tmp_path)["status"] == "running"
+    shell.run_cell(ends)
+    shell.run_cell("raise RuntimeError('of another matter')")
+    manifest = runs.read_manifest(tmp_path)
+    assert (manifest["status"], [one["reason"] for one in manifest.get("failures", [])]) == (status, [reason] if reason else [])
+
+
 STAGE = "import sys; from anchor_nb.runs import run_stage\ntry: run_stage(sys.argv[1], dict(out=sys.argv[2]), log=False)\nexcept Exception as e: print(type(e).__name__, e); sys.exit(143 if getattr(e, 'stopped', False) else 1)"
 
 
@@ -248,6 +304,27 @@ def test_a_folder_by_hash_is_found_again(tmp_path):
 
 
 # ---- strict stages ----
+
+@pytest.mark.parametrize("name, given, message", [
+    ("stage1", dict(out=""), "out is empty; name a folder"),
+    ("stage1", dict(out="FILE/run"), "is a file; give another folder"),
+    ("stage1", dict(data="no/pairs"), "data='no/pairs' is neither a folder nor a file"),
+    ("stage2", dict(model="./no-model"), "model='./no-model': there is no such folder"),
+    ("stage2", dict(model="TORN"), "model.safetensors is incomplete: it has 100 bytes"),
+    ("mine", dict(model="no/such/model"), "there is no such folder"),
+    ("analyse", dict(b="runs/no/model"), "there is no such folder"),
+])
+def test_what_is_missing_is_noticed_before_a_kernel_starts(name, given, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "execute", lambda *_: pytest.fail("it started"))
+    (tmp_path/"file").touch()
+    (tmp_path/"torn").mkdir()
+    (tmp_path/"torn/model.safetensors").write_bytes(bytes([200, 0, 0, 0, 0, 0, 0, 0]) + b"{"*92)
+    places = {"TORN": str(tmp_path/"torn"), "FILE": str(tmp_path/"file")}
+    given = {key: value.replace("FILE", places["FILE"]).replace("TORN", places["TORN"]) for key, value in given.items()}
+    usual = dict(out=str(tmp_path/"out"), data=str(tmp_path), model="tiny") if name != "analyse" else dict(out=str(tmp_path/"out"), a="tiny", data=str(tmp_path))
+    with pytest.raises((ValueError, OSError), match=message): runs.run_stage(name, usual | given)
+    assert not (tmp_path/"out").exists()
+
 
 @pytest.mark.parametrize("name", list(RECIPES))
 @pytest.mark.parametrize("parameters, message", [(dict(stepz=5), "no parameter 'stepz'"), (dict(out=7), "give out as str"), (dict(out=None), "give out as str")])
@@ -307,7 +384,8 @@ def test_a_notebook_that_lost_its_tag_is_refused_where_papermill_runs_it_with_de
 def test_a_failing_notebook_is_one_short_message(tmp_path, code, timeout, message):
     with pytest.raises(runs.StageError, match=message) as caught:
         runs.run_stage(notebook(tmp_path/"bad.ipynb", code), dict(steps=1), tmp_path/"out.ipynb", log=False, timeout=timeout)
-    assert caught.value.notebook == tmp_path/"out.ipynb" and caught.value.notebook.exists()
+    assert caught.value.notebook == tmp_path/"out.failed.ipynb" and caught.value.notebook.exists()
+    assert not (tmp_path/"out.ipynb").exists() and not (tmp_path/"out.running.ipynb").exists()
     assert len(str(caught.value).splitlines()) == 2
 
 

@@ -327,7 +327,7 @@ def test_an_executed_notebook_holds_no_secret(tmp_path, secrets, capfd, ending):
     except runs.StageError as error: message = str(error)
     assert bool(message) == bool(ending), message
     shown = capfd.readouterr()
-    assert "own.ipynb" in [path.name for path in (tmp_path/"run").iterdir()]
+    assert [path.name for path in (tmp_path/"run").glob("own*.ipynb")] == ["own.failed.ipynb" if ending else "own.ipynb"]
     assert leaks(tmp_path, secrets, message + shown.out + shown.err) == []
 
 

@@ -73,12 +73,12 @@ def test_two_nodes(alone, tmp_path):
     assert not list((tmp_path/"run").glob("launch*"))
 
 
-def test_what_is_wrong_is_the_last_line(tmp_path, capsys):
+def test_what_is_wrong_is_in_the_last_two_lines(tmp_path, capsys):
     from anchor_nb.stage import main
     (tmp_path/"bad.jsonl").write_text('{"query": "a", "positive": "b"}\n')
     with pytest.raises(SystemExit) as ended: main(arguments(tmp_path, data=str(tmp_path/"bad.jsonl"))[2:])
     assert ended.value.code == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("anchor_nb.stage: global_batch=8 is larger than bad (1 rows)")
+    assert capsys.readouterr().err.splitlines()[-2].startswith("anchor_nb.stage: global_batch=8 is larger than bad (1 rows)")
 
 
 def test_a_failure_is_on_record(tmp_path, monkeypatch):
