@@ -87,6 +87,13 @@ def test_model_without_head(tmp_path):
 def test_model_that_is_not_there(tmp_path): assert "no-such" in refused(tmp_path, model="./no-such-model")
 
 
+@pytest.mark.parametrize("name", ["model", "data"])
+def test_a_run_in_what_it_reads(name, tmp_path):
+    "It would change its own input while it runs."
+    folder = changed_model(tmp_path, "config.json") if name == "model" else str(shutil.copytree(toy_pairs(), tmp_path/"pairs"))
+    assert f"lies in {name}={folder}" in refused(tmp_path, **{name: folder, "out": f"{folder}/run"})
+
+
 def test_huge_text_keeps_eos_and_trains(tmp_path):
     "A text far over the limit is cut, its [EOS] is not, and the run goes on."
     (tmp_path/"data").mkdir()
