@@ -14,5 +14,6 @@ from .shell import app
 # %% ../nbs/18_cli.ipynb #7121b77c
 def main():
     "The console script."
-    for stream in (sys.stdout, sys.stderr): stream.reconfigure(errors="replace")   # a terminal without UTF-8 is no reason to fail
+    for stream in (sys.stdout, sys.stderr):
+        if stream: stream.reconfigure(errors="replace") # a terminal without UTF-8 is no reason to fail, nor is a closed one
     app()

@@ -137,10 +137,13 @@ ROWS_OF = {".gz": "gunzip {0}", ".bz2": "bunzip2 {0}", ".xz": "unxz {0}", ".zst"
 
 def how_to_read(file: Path) -> str: # a command; empty where a file holds no rows, as a manifest does
     "What makes JSONL of a file of rows that is not read as it is."
-    if file.suffix not in ROWS_OF or file.name.startswith(("qrels", ".")): return ""
-    command = ROWS_OF[file.suffix].format(file, file.with_suffix(""))
-    if file.suffix != ".json": return command
-    with open(file, "rb") as lines: first = lines.readline(2**20).strip()
+    ending = file.suffix.lower()
+    if ending != file.suffix and ending in (".jsonl", ".parquet") or ending == ".ndjson":
+        return f"mv {file} {file.with_suffix('.jsonl' if ending == '.ndjson' else ending)}"
+    if ending not in ROWS_OF or file.name.startswith(("qrels", ".")): return ""
+    command = ROWS_OF[ending].format(file, file.with_suffix(""))
+    if ending != ".json": return command
+    with open(file, "rb") as lines: first = lines.read(2**20).lstrip().partition(b"\n")[0].strip()
     if first.startswith(b"["): return command
     try: row = json.loads(first)
     except (ValueError, RecursionError): return ""

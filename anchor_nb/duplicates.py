@@ -96,7 +96,7 @@ def same_row(a: Row, b: Row, threshold: float) -> bool:
 
 def exact_key(row: dict) -> bytes:
     "Equal for rows that differ in case, white space and what NFKC makes one only."
-    return hashlib.blake2b("\0".join(map(plain, (row["query"], *row["positives"]))).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps([plain(text) for text in (row["query"], *row["positives"])]).encode(), digest_size=16).digest()
 
 # %% ../nbs/13c_duplicates.ipynb #6a238cb4
 def duplicates(rows: Iterable,         # in the common form; gone through twice

@@ -29,7 +29,7 @@ def exit_code(error: BaseException) -> int: # 1 failed, 130 stopped by Ctrl-C, 1
 
 # %% ../nbs/00e_errors.ipynb #89d146ee
 EXPECTED = (ValueError, OSError, RuntimeError, ImportError, EOFError, KeyboardInterrupt)
-LIBRARIES = ("yaml", "safetensors", "httpx", "requests", "huggingface_hub", "pyarrow") # whose own errors are expected too
+LIBRARIES = ("yaml", "safetensors", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "huggingface_hub", "pyarrow") # whose own errors are expected too
 
 def is_expected(error: BaseException) -> bool:
     "Whether an error is of the world and no fault of this package."
@@ -88,9 +88,9 @@ def keep_trace(error: BaseException) -> str: # the path; empty where nothing cou
     "Write a traceback without secrets to a file for temporary things."
     text = hide("".join(traceback.format_exception(error)), secret_values())
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="anchor_nb-", suffix=".txt", delete=False, encoding="utf-8") as file:
-            file.write(text)
-    except OSError: return ""
+        how = dict(prefix="anchor_nb-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace")
+        with tempfile.NamedTemporaryFile("w", **how) as file: file.write(text) # names of files need not be text
+    except (OSError, ValueError): return ""
     return file.name
 
 def two_lines(error: BaseException) -> str:

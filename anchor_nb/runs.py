@@ -6,7 +6,8 @@
 __all__ = ['LEFTOVERS', 'TYPES', 'STOPPED', 'notebook_defaults', 'own_defaults', 'command_line', 'now', 'new_manifest',
            'other_settings', 'differences', 'read_manifest', 'record_failures', 'start_run', 'finish_run', 'fail_run',
            'stage_folder', 'stages', 'stage_notebook', 'declared', 'checked', 'seen', 'eval_literal', 'StageError',
-           'reason_of', 'trace_of', 'handing_on', 'Hiding', 'finished', 'Record', 'execute', 'placed', 'run_stage']
+           'reason_of', 'trace_of', 'handing_on', 'Hiding', 'Draft', 'finished', 'Record', 'execute', 'placed',
+           'run_stage']
 
 # %% ../nbs/15_runs.ipynb #eb365c67
 import ast
@@ -247,7 +248,8 @@ def reason_of(error: Exception, signals: list = ()) -> str: # signals: that came
     "What went wrong in an executed notebook, in a line."
     name = getattr(error, "ename", type(error).__name__)
     if name == "Stopped": return getattr(error, "evalue", str(error))
-    if name == "KeyboardInterrupt" or name == "DeadKernelError" and signals:
+    died = name == "DeadKernelError" or str(error).startswith("Kernel died") # also while it was starting
+    if name == "KeyboardInterrupt" or died and signals:
         return f"stopped by {signal.Signals([*signals, signal.SIGINT][0]).name} at once; run the same command to go on"
     if hasattr(error, "ename"): return f"{name}: {error.evalue}".strip().partition("\n\n")[0]
     if type(error).__name__ == "DeadKernelError": return "the kernel died; the system ends it when memory runs out"
@@ -293,6 +295,22 @@ class Hiding:
 
     def pretty_path(self, path: str) -> str: return path
 
+class Draft(Hiding):
+    "The notebook while it runs: once a signal has come, no further cell begins. A kernel that is between two cells ignores signals."
+    def __init__(self, secrets: list, draft: Path, signals: list):
+        super().__init__(secrets, draft=draft)
+        self.signals, self.begun = signals, 0
+
+    def write(self, text: str, path: str = ""):
+        "Write the notebook as it stands; `Stopped` where a cell is about to begin after a signal."
+        super().write(text, path)
+        status = [cell["metadata"].get("papermill", {}).get("status") for cell in json.loads(text)["cells"]]
+        begun = sum(each in ("running", "completed", "failed") for each in status)
+        if not self.signals: self.begun = begun
+        elif begun > self.begun:
+            name = signal.Signals(self.signals[0]).name
+            raise Stopped(f"stopped by {name} between two cells; run the same command to go on")
+
 # %% ../nbs/15_runs.ipynb #0ef4613e
 def finished(folder: Path, stage: str) -> bytes: # what says so; empty where nothing is finished
     "What a finished stage says of itself: its manifest, or the outcome of an evaluation, where its notebook ran to the end too."
@@ -334,7 +352,7 @@ class Record:
         write_json(self.folder/"run.json", manifest | dict(notebook="complete"))
 
 # %% ../nbs/15_runs.ipynb #b043544b
-def execute(notebook: Path, output: Path, draft: Path, parameters: dict, log: bool, timeout: float, secrets: list):
+def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: bool, timeout: float, secrets: list):
     "Have papermill run `notebook` in the current folder and write what will be `output`, without secrets, to `draft`."
     from papermill import execute_notebook
     from papermill.iorw import papermill_io
@@ -342,7 +360,7 @@ def execute(notebook: Path, output: Path, draft: Path, parameters: dict, log: bo
     usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", PYDEVD_DISABLE_FILE_VALIDATION="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1", JUPYTER_PREFER_ENV_PATH="1",
                  PYTHONWARNINGS="ignore:IProgress not found,ignore::FutureWarning")
     streams = dict(stdout_file=Hiding(secrets, sys.stdout), stderr_file=Hiding(secrets, sys.stderr)) if log else {}
-    papermill_io.register(str(output), Hiding(secrets, draft=draft))
+    papermill_io.register(str(output), draft)
     with environment(**{name: os.environ.get(name, value) for name, value in usual.items()}):
         execute_notebook(str(notebook), str(output), parameters=parameters, kernel_name="python3", progress_bar=False,
                          cwd=os.getcwd(), start_timeout=180, execution_timeout=timeout, coalesce_streams=True, extra_arguments=quiet, **streams)
@@ -375,7 +393,7 @@ def run_stage(name: str,               # a stage, or the path of a notebook of y
     with locked(folder if "out" in declared(notebook) else output.parent, stage), handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals:
         begun, record = now(), Record(output, folder, stage)
         try:
-            execute(notebook, output, record.draft, values, log, timeout, secrets)
+            execute(notebook, output, Draft(secrets, record.draft, signals), values, log, timeout, secrets)
             if (found := seen(record.draft)) != without_secrets(values, secrets):
                 raise ValueError(f"the notebook saw the parameters {found}, not {values}")
         except Exception as error:
@@ -383,4 +401,7 @@ def run_stage(name: str,               # a stage, or the path of a notebook of y
             stopped = bool(signals) or getattr(error, "ename", type(error).__name__) in STOPPED
             fail_run(folder, stage, reason, hide(trace_of(error), secrets), begun, "stopped" if stopped else "failed")
             raise StageError(stage, reason, record.failed(), stopped) from None
-        return record.done()
+        done = record.done()
+        if signals: # too late for this stage, and what was to follow must not start
+            raise StageError(stage, f"stopped by {signal.Signals(signals[0]).name} when it had finished", done, True)
+        return done

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from .errors import exit_code, two_lines
-from .launch import find_node, launch
+from .launch import find_node, forget_stale_ranks, launch
 from .recipe import RECIPES
 from .preset_files import preset
 from .run_folder import locked
@@ -34,7 +34,10 @@ def read_parameter_file(path: Path, # YAML
     except yaml.YAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
         raise ValueError(f"{path}{line}: not YAML ({getattr(error, 'problem', error)})") from None
+    except UnicodeDecodeError as error: raise ValueError(f"{path}: no UTF-8 ({error.reason}); save it as UTF-8") from None
     if not isinstance(values, dict): raise ValueError(f"{path}: write one `name: value` a line, this is {type(values).__name__}")
+    if odd := [name for name in values if not isinstance(name, str)]:
+        raise ValueError(f"{path}: {odd[0]!r} is no name of a parameter; write one `name: value` a line")
     return values
 
 # %% ../nbs/15g_stage.ipynb #8799f53d
@@ -69,6 +72,7 @@ def train_stage(stage: str,      # stage1 or stage2
                ) -> dict:        # facts for the manifest
     "Train a stage in this process and those it starts. ValueError before it starts, `LaunchError` or `Stopped` when it does not end well."
     from anchor_nb.training import check_inputs, train
+    forget_stale_ranks() # or nobody would keep the manifest
     recipe, leads, begun = recipe_of(stage, given), first(), now()
     with locked(recipe.out, stage) if leads else nullcontext():
         state = start_run(recipe.out, recipe, check_inputs(recipe).data) if leads else ""

@@ -80,3 +80,10 @@ def test_a_file_with_an_old_time_and_new_rows(name, tmp_path):
 def test_a_file_that_is_no_parquet_is_named(tmp_path):
     (tmp_path/"a.parquet").write_bytes(b"rows")
     with pytest.raises(ValueError, match="a.parquet cannot be read as parquet .*write it again"): load_pairs(str(tmp_path), tmp_path/"cache")
+
+
+@pytest.mark.parametrize("name", ["b.CSV", "b.JSONL", "b.ndjson", "b.Parquet"])
+def test_a_file_whose_rows_would_not_be_read_is_named_however_it_is_written(tmp_path, name):
+    (tmp_path/"a.jsonl").write_text('{"query": "a", "positive": "b"}\n')
+    (tmp_path/name).write_text("rows")
+    with pytest.raises(ValueError, match=f"{name} is neither JSONL nor parquet"): find_sources(str(tmp_path))

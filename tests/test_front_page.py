@@ -54,7 +54,7 @@ def shown_by(cell):
 
 
 def test_the_folders_of_the_page_are_found():
-    assert FOLDERS == ["results/demo", "results/experiment", "results/experiment/local", "results/local"]
+    assert FOLDERS == ["results/demo", "results/demo-rounding", "results/experiment", "results/experiment/local", "results/local"]
     assert READ == {*FOLDERS, "benchmarks/results"}
 
 

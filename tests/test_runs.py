@@ -413,3 +413,30 @@ def test_plain_papermill_with_a_preset_is_that_preset(name, stage_name):
     "`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over the recipe's defaults."
     from anchor_nb.pipeline import full_preset
     assert {**runs.notebook_defaults(RECIPES[stage_name]), **preset_files.preset(name, stage_name)} == full_preset(name, stage_name)
+
+
+def test_no_cell_begins_after_a_signal(tmp_path):
+    "A kernel ignores what comes between two cells, so the notebook stops where it is written."
+    signals = []
+    draft = runs.Draft([], tmp_path/"draft.ipynb", signals)
+    book = lambda *states: json.dumps(dict(cells=[dict(metadata=dict(papermill=dict(status=state))) for state in states]))
+    for states in (("running", "pending"), ("completed", "pending")): draft.write(book(*states))
+    signals.append(signal.SIGINT)
+    draft.write(book("completed", "pending"))
+    with pytest.raises(runs.Stopped, match="stopped by SIGINT between two cells"): draft.write(book("completed", "running"))
+    assert json.loads((tmp_path/"draft.ipynb").read_text())["cells"], "what there is was written"
+    assert "stopped by SIGTERM at once" in runs.reason_of(RuntimeError("Kernel died before replying to kernel_info"), [signal.SIGTERM])
+
+
+def test_a_stage_that_had_finished_when_the_signal_came_says_so(tmp_path, monkeypatch):
+    "Or the pipeline would go on with the next one."
+    def execute(notebook, output, draft, *rest):
+        draft.write(Path(notebook).read_text())
+        draft.signals.append(signal.SIGINT)
+    monkeypatch.setattr(runs, "execute", execute)
+    values = dict(out=str(tmp_path/"out"))
+    monkeypatch.setattr(runs, "seen", lambda notebook: values)
+    path = prepare_like(tmp_path/"nb", "pass")
+    with pytest.raises(runs.StageError, match="stopped by SIGINT when it had finished") as caught:
+        runs.run_stage(path, values, log=False)
+    assert caught.value.stopped and caught.value.notebook.exists()
