@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from .corpora import hub_configured
+from .data import content_hash
 from .recipe import paper
 
 # %% ../nbs/12c_benchmarks.ipynb #046d976b
@@ -116,9 +117,8 @@ def use_local_copy(task, data_root: Path):
     return with_metadata(task, dict(load_data=load_data), dataset=source | dict(path=str(folder.resolve()), revision=version))
 
 def edition(folder: Path) -> str: # 16 hexadecimal digits
-    "What tells a folder's files from those it had before: names, sizes, times of change."
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return hashlib.sha256(repr([(path.relative_to(folder).as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]).encode()).hexdigest()[:16]
+    "What tells a folder's files from those it had before: names and content."
+    return content_hash(str(folder))[:16]
 
 @contextmanager
 def datasets_cache(name: str):
@@ -273,7 +273,7 @@ def instructions_id(source: str, # paper, mteb, none or a YAML file
     "What identifies a source of instructions: its name with the version of mteb, whose prompts fill the gaps, or a hash of a file's entries."
     if source in ("paper", "mteb"): return f"{source}, mteb {version('mteb')}"
     if source == "none": return source
-    return "file-" + hashlib.sha256(json.dumps(read_instructions(Path(source)), sort_keys=True).encode()).hexdigest()[:16]
+    return "file-" + hashlib.sha256(json.dumps(list(read_instructions(Path(source)).items())).encode()).hexdigest()[:16]
 
 # %% ../nbs/12c_benchmarks.ipynb #772e7047
 @contextmanager

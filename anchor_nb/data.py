@@ -6,9 +6,9 @@
 __all__ = ['QUERY', 'POSITIVE', 'NEGATIVE', 'FEATURES', 'SCRIPT', 'ROWS_OF', 'E5_FILES', 'pick_field', 'as_text', 'check_whole',
            'as_texts', 'is_number', 'teacher_scores', 'query_instruction', 'document_instruction', 'parse_row',
            'how_to_read', 'read_lines', 'read_table', 'open_table', 'parsed', 'find_sources', 'missing_files',
-           'file_hash', 'digest', 'known_digest', 'content_hash', 'hidden', 'parser_version', 'load_source',
-           'load_pairs', 'Batch', 'generator', 'permutation', 'Batches', 'check_sizes', 'Example', 'rotate', 'deal',
-           'characters', 'examples', 'strangers']
+           'file_hash', 'digest', 'known_digest', 'content_hash', 'files_below', 'hidden', 'parser_version',
+           'load_source', 'load_pairs', 'Batch', 'generator', 'permutation', 'Batches', 'check_sizes', 'Example',
+           'rotate', 'deal', 'characters', 'examples', 'strangers']
 
 # %% ../nbs/02_data.ipynb #ac7e4b4a
 import hashlib, json, math, os, re, shutil, time, warnings
@@ -240,9 +240,18 @@ def content_hash(source: str) -> str: # sha256, or the fingerprint that `dataset
     "What tells one version of a source from another."
     if source.startswith("hf:"): return open_table(source)._fingerprint
     if Path(source).is_file(): return file_hash(source)
-    names = [file.relative_to(source) for file in sorted(Path(source).rglob("*")) if file.is_file()]
+    names = [file.relative_to(source) for file in files_below(Path(source))]
     parts = [(name.as_posix(), file_hash(Path(source)/name)) for name in names if not hidden(name)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+def files_below(folder: Path) -> list: # of paths, sorted
+    "All files in a folder and in the folders that it links to; each folder is entered once."
+    found, entered = [], set()
+    for here, folders, files in os.walk(folder, followlinks=True):
+        entered.add(os.path.realpath(here))
+        folders[:] = [name for name in folders if os.path.realpath(Path(here)/name) not in entered]
+        found += [path for name in files if (path := Path(here)/name).is_file()]
+    return sorted(found)
 
 def hidden(name: Path) -> bool:
     "Whether a file, or a folder above it, is hidden: a lock, a draft, a note of the file manager."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['find_model', 'stored_facts', 'base_of', 'load_weights', 'small_files', 'chain', 'tokenizer_and_facts', 'use_of',
-           'training_formatter', 'Saved', 'Options', 'TextEncoder', 'AnchorEmbedder', 'encode_packed', 'growing',
-           'ahead', 'encode_texts', 'to_device', 'Replicas']
+           'training_formatter', 'Saved', 'Options', 'TextEncoder', 'on_disk', 'AnchorEmbedder', 'encode_packed',
+           'growing', 'ahead', 'encode_texts', 'to_device', 'Replicas']
 
 # %% ../nbs/06b_embedder.ipynb #4f3e7313
 import copy
@@ -31,7 +31,7 @@ from .forms import Precision, as_rows, as_texts, beginning, in_precision, unboxe
 # %% ../nbs/06b_embedder.ipynb #45e83fcc
 def find_model(path: str) -> str: # a folder or hub id with weights or an adapter
     "The model that a run folder, a model folder or a name stands for; FileNotFoundError for an unfinished run."
-    path, folder = str(path), Path(path)
+    path, folder = str(path), Path(path).expanduser()
     if (folder/"model").is_dir(): return str(folder/"model")
     if (folder/"run.json").is_file(): raise FileNotFoundError(f"{path} is a run without a finished model; run its stage again, it will resume")
     runs = sorted(str(found.parent) for found in folder.glob("*/model")) if not (folder/"config.json").is_file() else []
@@ -206,6 +206,11 @@ class TextEncoder(Saved):
         return self.encode(texts, role="document", **options)
 
 # %% ../nbs/06b_embedder.ipynb #e76c6889
+def on_disk(sources: tuple) -> list: # what the system notes of each file
+    "Tells whether the files that a model was loaded from are still those."
+    files = [file for source in sources if Path(source).is_dir() for file in sorted(Path(source).rglob("*")) if file.is_file()]
+    return [(str(file), about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for file in files for about in [file.stat()]]
+
 class AnchorEmbedder(TextEncoder):
     "Texts to normalised vectors: `AnchorEmbedder.from_pretrained(path).encode(texts)`."
     def __init__(self, lm,                     # a causal language model from `load_backbone`
@@ -219,6 +224,7 @@ class AnchorEmbedder(TextEncoder):
         layout = fit_layout(formatter.layout, pooling)
         if pooling == "tokens" and not layout.pooling_tokens: raise ValueError("pooling=tokens needs a checkpoint with pooling tokens; choose another pooling")
         self.lm, self.pooling, self.prompts, self.normalize, self.sources = lm.eval(), pooling, prompts or {}, normalize, tuple(sources)
+        self.read_from = on_disk(self.sources)
         self.formatter = formatter if layout == formatter.layout else Formatter(formatter.tokenizer, layout)
         self.device, self.dimension = next(lm.parameters()).device, lm.config.hidden_size
         if whole_number("micro_tokens", micro_tokens) < 0: raise ValueError(f"micro_tokens={micro_tokens}; give the tokens of one packed batch, or 0")

@@ -32,7 +32,7 @@ from .backbone import looks_both_ways
 from .prompts import Prompt
 from .forms import beginning
 from .identity import ENGINE
-from .embedder import AnchorEmbedder, ahead, base_of, chain, find_model, use_of
+from .embedder import AnchorEmbedder, ahead, base_of, chain, find_model, on_disk, use_of
 
 # %% ../nbs/11b_corpora_encoding.ipynb #a8a7b61b
 DTYPES = ("float32", "float16", "int8", "binary")
@@ -217,7 +217,9 @@ def weights_hash(lm) -> str: # hexadecimal
 
 def loaded(embedder: AnchorEmbedder) -> tuple: # (what identifies its weights, how they are used), for `vector_identity`
     "What an embedder is."
-    model = [each for source in embedder.sources for each in model_files(source)] or [weights_hash(embedder.lm)]
+    there = embedder.read_from == on_disk(embedder.sources) # or the files are another model's by now
+    files = [each for source in embedder.sources for each in model_files(source)] if there else []
+    model = files or [weights_hash(embedder.lm)]
     return model, dict(layout=embedder.formatter.layout, pooling=embedder.pooling, bidirectional=not is_causal(embedder.lm.config),
                        normalize=embedder.normalize, prompts=embedder.prompts)
 

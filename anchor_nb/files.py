@@ -146,7 +146,7 @@ def keep_apart(out: str | Path, # what will be written, file or folder
                **sources):      # parameter -> path, or list of paths; what is no path of this machine is left out
     "ValueError where a target is one of the sources, lies in one, or holds one."
     out = Path(out)
-    targets = [out.resolve(), *(each.resolve() for each in out.glob("*") if each.is_symlink())]
+    targets = real_places(out)
     for name, given in sources.items():
         for source in [given] if isinstance(given, (str, Path)) else given:
             places = real_places(Path(source)) if str(source) and Path(source).exists() else []

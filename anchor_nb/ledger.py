@@ -94,7 +94,10 @@ def hides(later: dict, row: dict) -> bool: # two different rows of a ledger
     if later.get("data") != row.get("data"): return True
     ways = [(each.get("max_length"), each.get("instructions")) for each in (later, row)]
     if all(max_length for max_length, _ in ways) and ways[0] != ways[1]: return True # BM25, with 0, cuts no text
-    return all(later.get(name) == row.get(name) for name in [*KEY, "training_seed"])
+    if any(later.get(name) != row.get(name) for name in KEY if name != "step"): return False
+    seeds = [each.get("training_seed") for each in (later, row)]
+    if later.get("manifest") != row.get("manifest"): return seeds[0] == seeds[1] or None in seeds # another model took the label
+    return (later["step"], seeds[0]) == (row["step"], seeds[1])
 
 def to_restate(rows: list,   # of a ledger
                wanted: list, # rows that a table should show

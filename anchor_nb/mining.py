@@ -140,6 +140,7 @@ class Pool:
     "Distinct texts in a file, each with a number: its row in the file."
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True) # not through a link
         self.path, self.file, self.numbers, self.places = path, open(path, "w+b"), {}, []
 
     def add(self, text: str) -> int:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['add_row', 'keep_rows', 'checkpoints', 'number_of', 'newest_checkpoint', 'drop_checkpoints', 'locked', 'is_path',
-           'check_places']
+           'check_places', 'check_apart']
 
 # %% ../nbs/08c_run_folder.ipynb #7f77b8c5
 import fcntl, json, os, shutil, warnings
@@ -84,3 +84,16 @@ def check_places(stage: str, values: dict): # all parameters
             raise FileNotFoundError(f"{name}={model!r}: there is no such folder; give a run folder, a model folder, "
                                     "a hub id or a short name")
         for place in (folder, folder/"model"): check_whole(place)
+    check_apart(stage, values)
+
+def check_apart(stage: str, values: dict): # parameters, `out` among them
+    "ValueError where a stage would write into what it reads, or a training run over the model that it starts from."
+    out = Path(values["out"]).resolve()
+    for name in ("data", "model", "a", "b", "again", "guide"):
+        if not (source := values.get(name)) or not Path(source).expanduser().exists(): continue
+        place = Path(source).expanduser().resolve()
+        if name != "data" and (place/"model").is_dir(): place /= "model" # what is read of a run
+        if name == "data" and place != out: continue # only the files right in it are read
+        written = place.relative_to(out).parts[0] if out in place.parents and stage in ("stage1", "stage2") else ""
+        if place in (out, *out.parents) or written in ("model", "snapshots") or written.startswith("checkpoint-"):
+            raise ValueError(f"out={values['out']} would change {name}={source} while it is read; choose an out beside it")

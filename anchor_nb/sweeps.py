@@ -120,7 +120,8 @@ class Node:
 def node_of(stage: str, values: dict, needs: list, root: Path, nodes: dict) -> Node:
     "The node for these settings, which may be there already."
     recipe = RECIPES[stage](**values | dict(out=str(root)))
-    inside = lambda address, path: path.startswith(f"{root}/") # the name of another node, which stands for its content
+    made = [Path(node.parameters["out"]) for node in nodes.values()] # whose names stand for their content
+    inside = lambda address, path: any(out in (Path(path), *Path(path).parents) for out in made)
     out = hashed_out(recipe, input_hashes(recipe, inside), root)
     return nodes.setdefault(out.name, Node(out.name, stage, values | dict(out=str(out)), tuple(dict.fromkeys(need.name for need in needs))))
 

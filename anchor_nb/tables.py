@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ODD_NAMES', 'METRIC', 'AS_THE_PAPER', 'FEWEST_TASKS', 'task_type', 'paper_tasks', 'paper_rows', 'completed',
-           'comparable', 'one_model', 'by_seed', 'mean_by_seed', 'task_means', 'inconsistencies', 'last_steps',
-           'results_table', 'paper_cells', 'paper_backbone', 'our_label', 'tolerance', 'expected_vs_obtained',
-           'compared', 'over_tasks', 'significance_table']
+           'of_last_source', 'comparable', 'one_model', 'by_seed', 'mean_by_seed', 'task_means', 'inconsistencies',
+           'last_steps', 'results_table', 'paper_cells', 'paper_backbone', 'our_label', 'tolerance',
+           'expected_vs_obtained', 'compared', 'over_tasks', 'significance_table']
 
 # %% ../nbs/15a_tables.ipynb #fe1148c1
 from statistics import fmean
@@ -51,11 +51,20 @@ def completed(rows) -> list: # the rows of main scores
     rows = [usual | row for row in rows if row.get("main", row["metric"] == "ndcg_at_10")]
     return [row | dict(max_length=row["max_length"] or 0, instructions=row["instructions"] or "none") for row in rows]
 
+def of_last_source(rows) -> list: # rows of main scores
+    "Without the scores of a model whose label another one has taken since; runs with other seeds stand beside each other."
+    chosen, run_of = {}, lambda row: (row["training_seed"], row.get("manifest")) # label -> its runs
+    for row in reversed(rows):
+        runs, (seed, manifest) = chosen.setdefault(row["label"], set()), run_of(row)
+        replaced = any(where != manifest and (other == seed or None in (other, seed)) for other, where in runs)
+        if not replaced: runs.add((seed, manifest))
+    return [row for row in rows if run_of(row) in chosen[row["label"]]]
+
 def comparable(rows) -> list: # of rows, one for each label, step, task and training seed
     "The latest rows of main scores on the latest cut of each task, in the ledger's order."
     cut = lambda row: row["data"] or (row["seed"], row["queries"], row["documents"]) # older rows do not name their data
     how = lambda row: (row["max_length"], row["instructions"])
-    rows = completed(rows)
+    rows = of_last_source(completed(rows))
     last_cut = {row["task"]: cut(row) for row in rows}
     rows = [row for row in rows if cut(row) == last_cut[row["task"]]]
     last_how = {row["task"]: how(row) for row in rows if row["max_length"]}

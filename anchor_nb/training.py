@@ -10,7 +10,7 @@ __all__ = ['same', 'quiet_worker', 'WholeCheckpoints', 'AnchorTrainer', 'trainin
 # %% ../nbs/09_training.ipynb #2e118d0d
 import json, os, shutil, time, warnings
 from contextlib import closing, nullcontext
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ from .attention import attention_of, is_causal, on_gpu, wants_autocast
 from .backbone import add_lora, check_causal, compile_layers, load_backbone, merge_adapters, tensors_only
 from .embedder import base_of, find_model, stored_facts, training_formatter
 from .planning import plan_for
-from .run_folder import add_row, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint, number_of
+from .run_folder import add_row, check_apart, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint, number_of
 from .ranks import all_reduce, check_same_weights, is_share, load_optimizer, of_first_rank, shard, whole_optimizer, whole_state
 from .zero import incomplete, load_zero, whole_zero, zero_config
 from .identity import engine_of, inputs_beside
@@ -206,9 +206,7 @@ def check_inputs(recipe: Training) -> Inputs:
     attention_of(recipe)
     model = start_of(recipe)
     check_causal(model)
-    for name, source in dict(model=model, data=recipe.data).items():
-        if Path(source).resolve() in (Path(recipe.out).resolve(), *Path(recipe.out).resolve().parents):
-            raise ValueError(f"out={recipe.out} lies in {name}={source}, which the run would change while it reads it; choose an out beside it")
+    check_apart(type(recipe).__name__.lower(), asdict(recipe))
     if not recipe.bidirectional and not is_causal(AutoConfig.from_pretrained(model)): raise ValueError(f"{recipe.model} was trained with bidirectional attention; set bidirectional=true")
     if (before := stored_facts(model).get("pooling", recipe.pooling)) != recipe.pooling: warnings.warn(f"{recipe.model} was trained with pooling={before}, and this run takes pooling={recipe.pooling}")
     if recipe.warmup_steps >= recipe.steps:

@@ -91,7 +91,16 @@ def test_model_that_is_not_there(tmp_path): assert "no-such" in refused(tmp_path
 def test_a_run_in_what_it_reads(name, tmp_path):
     "It would change its own input while it runs."
     folder = changed_model(tmp_path, "config.json") if name == "model" else str(shutil.copytree(toy_pairs(), tmp_path/"pairs"))
-    assert f"lies in {name}={folder}" in refused(tmp_path, **{name: folder, "out": f"{folder}/run"})
+    before = sorted(Path(folder).rglob("*"))
+    settings = recipe(Stage1, folder if name == "data" else f"{folder}/run", **{name: folder})
+    with pytest.raises(ValueError, match=f"would change {name}={folder}"): train(settings)
+    assert sorted(Path(folder).rglob("*")) == before
+
+
+def test_a_run_over_the_model_that_it_starts_from(tmp_path):
+    "It would write its own model there."
+    shutil.copytree(resolve_model("tiny"), tmp_path/"run"/"model")
+    with pytest.raises(ValueError, match=f"would change model={tmp_path/'run'}"): train(recipe(Stage1, tmp_path/"run", model=str(tmp_path/"run")))
 
 
 def test_huge_text_keeps_eos_and_trains(tmp_path):

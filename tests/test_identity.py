@@ -192,3 +192,62 @@ def test_scores_are_those_of_this_engine(tmp_path):
 def test_corpora_are_those_of_this_engine():
     "The content as a number, since that is what is compared."
     check_pinned("corpora", "toy", [int(content_hash(str(build_corpus("toy")))[:12], 16)], rel=0)
+
+
+def test_what_lies_in_the_root_of_a_sweep_and_is_no_node_counts_with_its_content(tmp_path):
+    path, decisive = behind("instructions", tmp_path/"root-and-inputs")
+    said = {"stage1.instructions": str(path)}
+    plans = []
+    for text in ("wiki: one\n", "wiki: two\n"):
+        path.write_text(text)
+        base = {"prepare.corpora": [], "stage1.data": "hf:o/n", "stage2.data": "hf:o/n", "evaluate.tasks": ["SciFact"]} | said
+        plans.append(list(sweeps.plan_sweep(dict(preset="smoke", base=base, seeds=[], arms={}, grid=[]), path.parent)[0]))
+    assert plans[0] != plans[1]
+
+
+def test_the_name_of_a_dataset_counts_where_it_is_the_name_of_a_file(tmp_path):
+    "It chooses the instruction and the ratio."
+    found = []
+    for name in ("fever.jsonl", "nq.jsonl"):
+        (tmp_path/name).write_text('{"query": "a", "positive": "b"}\n')
+        made = Stage2(data=str(tmp_path/name))
+        found.append(hashed_out(made, input_hashes(made), tmp_path))
+    assert found[0] != found[1]
+
+
+def test_linked_folders_are_looked_into(tmp_path):
+    (tmp_path/"model").mkdir()
+    (tmp_path/"inner").mkdir()
+    (tmp_path/"inner"/"weights").write_text("one")
+    (tmp_path/"model"/"0_Transformer").symlink_to(tmp_path/"inner")
+    (tmp_path/"inner"/"loop").symlink_to(tmp_path/"model")
+    first = content_hash(str(tmp_path/"model"))
+    rewrite(tmp_path/"inner"/"weights", "two")
+    assert content_hash(str(tmp_path/"model")) != first
+
+
+def test_tables_show_the_model_that_a_label_stands_for_now(tmp_path):
+    "A trained model takes the label of an untrained one, and gives it back; runs with other seeds stand beside each other."
+    from anchor_nb.tables import comparable
+    def row(value, step, manifest, seed):
+        return dict(label="m", step=step, task="wiki", metric="ndcg_at_10", value=value, seed=0, training_seed=seed, data="cut", main=True,
+                    manifest=manifest, queries=1, documents=1)
+    untrained, trained, other = row(0.1, 0, "", None), row(0.5, 6, "a/run.json", 1), row(0.6, 6, "b/run.json", 2)
+    book = tmp_path/"ledger.jsonl"
+    for wanted, shown in (([untrained], [0.1]), ([trained], [0.5]), ([untrained], [0.1]), ([trained, other], [0.5, 0.6])):
+        ledger.append_rows(book, ledger.to_restate(ledger.read_rows(book) if book.exists() else [], wanted))
+        assert [each["value"] for each in comparable(ledger.read_rows(book))] == shown
+
+
+def test_an_index_of_a_model_that_was_replaced_meanwhile_is_not_that_of_the_new_one(tmp_path):
+    import shutil
+    from anchor_nb.corpora import resolve_model
+    from anchor_nb.embedder import AnchorEmbedder
+    from anchor_nb.encoding import loaded
+    from safetensors.torch import load_file, save_file
+    folder = shutil.copytree(resolve_model("tiny"), tmp_path/"model")
+    embedder = AnchorEmbedder.from_pretrained(str(folder))
+    before = loaded(embedder)[0]
+    weights = {name: values*1.5 for name, values in load_file(folder/"model.safetensors").items()}
+    save_file(weights, folder/"model.safetensors", metadata={"format": "pt"})
+    assert loaded(embedder)[0] not in (before, loaded(AnchorEmbedder.from_pretrained(str(folder)))[0])

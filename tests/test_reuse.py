@@ -40,7 +40,7 @@ CHANGED = dict(pooling=dict(pooling="mean"), normalize=dict(normalize=False), pr
 
 def test_every_field_that_decides_a_vector_is_walked_over(stores):
     known = set(vector_identity(*loaded(stores[1])))
-    assert known == set(CHANGED) - {"prompt"} | {"model", "bidirectional", "instruction"}
+    assert known == set(CHANGED) - {"prompt"} | {"model", "engine", "bidirectional", "instruction"}
     assert {field.name for field in fields(Layout)} <= set(CHANGED)
 
 
