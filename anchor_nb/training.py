@@ -240,7 +240,7 @@ def with_adapter(lm, recipe: Training, checkpoint: Path | None, tokens: list): #
     return PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True)
 
 # %% ../nbs/09_training.ipynb #ae33a096
-def saver(recipe: Training, formatter: Formatter, data: dict, beside: dict): # data, beside: content of what it reads; -> a function of (module, folder)
+def saver(recipe: Training, formatter: Formatter, data: dict, beside: dict = {}): # data, beside: content of what it reads; -> a function of (module, folder)
     "How this run writes a model: weights or adapter, tokenizer, layout."
     def save(module, folder: Path): # on every rank; the first one writes
         state = whole_state(module.lm, trained_only=recipe.lora_rank > 0) if any(map(is_share, module.parameters())) else None
