@@ -257,6 +257,7 @@ def hidden(name: Path) -> bool:
     "Whether a file, or a folder above it, is hidden: a lock, a draft, a note of the file manager."
     return any(part.startswith(".") for part in name.parts)
 
+# %% ../nbs/02_data.ipynb #740283a9
 def parser_version() -> str:
     "Changes when the code that reads a row does."
     parts = (parse_row, as_text, as_texts, pick_field, teacher_scores, open_table,

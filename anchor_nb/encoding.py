@@ -9,7 +9,8 @@ __all__ = ['DTYPES', 'Encoding', 'Piece', 'is_lines', 'corpus_sources', 'survey'
            'survey_corpus', 'register', 'colleagues', 'encode_corpus', 'finished', 'Encoded', 'open_encoded']
 
 # %% ../nbs/11b_corpora_encoding.ipynb #b92134c1
-import hashlib, json, os, time, warnings
+import hashlib, json, os, tempfile, time, warnings
+from array import array
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -141,9 +142,17 @@ def check_ids(pieces: list, settings: Encoding):
             for number, (place, row) in enumerate(read_piece(piece), piece.first):
                 try: yield entry(row, number, settings.field, settings.id_field)[0], place
                 except ValueError as error: raise ValueError(f"{place}, {error}") from None
-    values, counts = np.unique(np.fromiter((hash(name) for name, _ in named()), np.int64), return_counts=True)
-    if (counts == 1).all(): return
-    alike, seen = set(values[counts > 1].tolist()), {}
+    with tempfile.TemporaryFile() as kept: # sorted on the disk: a corpus may be larger than memory
+        ids = (hash(name) for name, _ in named())
+        while block := array("q", islice(ids, 2**16)): block.tofile(kept)
+        if not kept.tell(): return
+        kept.flush()
+        values, alike, seen = np.memmap(kept, np.int64, "r+"), set(), {}
+        values.sort()
+        for start in range(0, len(values) - 1, 2**16):
+            part = values[start:start + 2**16 + 1]
+            alike.update(part[1:][part[1:] == part[:-1]].tolist())
+    if not alike: return
     for name, place in named():
         if hash(name) not in alike: continue
         if name in seen: raise ValueError(f"{place}: the id {name!r} is there already, at {seen[name]}; give every text an id of its own, or name another field as id_field")

@@ -75,9 +75,10 @@ def what_and_fix(error: BaseException) -> tuple: # (what is wrong, what to do); 
         if number == errno.ENOTDIR and place: # the part of the path that is in the way
             place = next((part for part in (Path(place), *Path(place).parents) if part.is_file()), place)
         if error.strerror == os.strerror(number) and number in SYSTEM and place:
+            if number == errno.EEXIST and Path(place).is_file(): number = errno.ENOTDIR # a folder was to be made there
             what, fix = SYSTEM[number]
             return what.format(path=place), fix
-        if error.strerror != os.strerror(number): text = error.strerror # words of our own
+        if error.strerror != os.strerror(error.errno): text = error.strerror # words of our own
     text = " ".join(text.partition("\n\n")[0].split()) or type(error).__name__
     if not is_ours(error) and not text.startswith(type(error).__name__): text = f"{type(error).__name__}: {text}"
     cut = max(text.rfind("; "), text.rfind(". "))

@@ -167,6 +167,7 @@ class Inputs(NamedTuple):
     batches: Batches
     data: dict          # dataset -> sha256 and rows, for the manifest
 
+# %% ../nbs/09_training.ipynb #8695a02f
 def start_of(recipe: Training) -> str: # folder or hub id with whole weights
     "The model that a run starts from, where a run folder stands for its model; ValueError for an adapter."
     model = find_model(recipe.model)

@@ -114,6 +114,7 @@ def test_processes_that_others_have_started_need_only_the_folder(tmp_path, fake,
     settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 350), model="tiny", shard_rows=50)
     encode_corpus(out=str(tmp_path/"one"), **settings)
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1") # a launcher sets it; ranks without it are left over from another command
     found = []
     for rank in (2, 0, 1):
         monkeypatch.setenv("RANK", str(rank))

@@ -133,7 +133,7 @@ def test_the_manifest_says_what_ran(tmp_path):
 def test_code_outside_a_checkout_is_known_by_its_version(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "package_folder", lambda: tmp_path)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)   # somebody else's repository around an installed package
-    assert runs.code_version() == dict(version=runs.__version__)
+    assert runs.code_version() == dict(version=provenance.__version__)
 
 
 def test_data_that_changed_is_noticed(tmp_path):
