@@ -46,7 +46,7 @@ soak: $(STAMP)
 sync: $(STAMP)
 	@$(BIN)/python setup.py sync
 	@$(BIN)/nbdev-export
-	@$(BIN)/python -c "from anchor_nb.preset_files import write_parameters; from pathlib import Path; [write_parameters(p) for p in Path('nbs/stages').glob('*.ipynb')]"
+	@$(BIN)/python -c "from anchor_nb.core.presets import write_parameters; from pathlib import Path; [write_parameters(p) for p in Path('nbs/stages').glob('*.ipynb')]"
 	@$(BIN)/nbdev-clean
 	@$(BIN)/python setup.py readme
 

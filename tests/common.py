@@ -8,18 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from anchor_nb.corpora import build_corpus
-from anchor_nb.identity import ENGINE
-from anchor_nb.recipe import Stage1, Stage2, as_dict
-from anchor_nb.tasks import Retrieval
+from anchor_nb.data.corpora import build_corpus
+from anchor_nb.runs.identity import ENGINE
+from anchor_nb.core.recipe import Stage1, Stage2, as_dict
+from anchor_nb.data.retrieval_sets import Retrieval
 
 RUN = """
 import json, sys
-from anchor_nb.launch import launch
-from anchor_nb.recipe import RECIPES
-from anchor_nb.training import train
+from anchor_nb.runs.launch import launch
+from anchor_nb.core.recipe import RECIPES
+from anchor_nb.training.trainer import train
 stage, settings = json.loads(sys.argv[1])
 recipe = RECIPES[stage](**settings)
 launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
@@ -65,6 +67,37 @@ def rows(out) -> list:
 STAGES = {"stage1": (Stage1, {}), "stage2": (Stage2, {"negatives": 2})}
 
 
+def assert_same_trajectory(one, other, tolerance):
+    assert len(one) == len(other)
+    for a, b in zip(one, other):
+        for name in ("loss", "grad_norm", "learning_rate"): assert a[name] == pytest.approx(b[name], rel=tolerance), (a["step"], name)
+        for name in ("tokens", "step"): assert a[name] == b[name]
+
+
+def weights(out) -> dict:
+    "Every tensor below a run folder, by file and name."
+    return {(str(file.relative_to(out)), name): value for file in sorted(out.rglob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def assert_same_run(one, other):
+    "The same metrics, the same bits in model and snapshots, and nothing left lying about."
+    assert rows(one) == rows(other)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in other.iterdir())
+
+
+def interrupted(stage, settings, tmp_path, kill):
+    "The same recipe uninterrupted, and killed by `kill(process, folder)` and started again."
+    settings = dict(settings, steps=24, save_steps=2)
+    if stage is Stage2: settings |= dict(lora_dropout=0.1, snapshot_steps=5)
+    run(recipe(stage, tmp_path/"whole", **settings))
+    kill(recipe(stage, tmp_path/"killed", **settings))
+    assert not (tmp_path/"killed"/"model").exists(), "the run was faster than its killer; give it more steps"
+    run(recipe(stage, tmp_path/"killed", **settings))
+    assert_same_run(tmp_path/"whole", tmp_path/"killed")
+
+
 WORDS = "moon tide bread flour compiler code sea water baker moonlight".split()
 
 
@@ -101,5 +134,5 @@ def check_pinned(part: str, name: str, found: list, **tolerance):
         own[name] = found
         PINNED.write_text(json.dumps(pinned, indent=1) + "\n", encoding="utf-8")
         pytest.fail(f"wrote {name} of {part} {ENGINE[part]} into {PINNED.name}; look at it and commit it")
-    where = f"raise ENGINE[{part!r}] in 08o_identity if this change is meant: older results are not today's"
+    where = f"raise ENGINE[{part!r}] in runs/05_identity if this change is meant: older results are not today's"
     assert found == pytest.approx(own[name], **tolerance), where

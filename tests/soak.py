@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
-from anchor_nb.launch import launch
-from anchor_nb.recipe import Stage1, Stage2
-from anchor_nb.run_folder import checkpoints, number_of
+from anchor_nb.runs.launch import launch
+from anchor_nb.core.recipe import Stage1, Stage2
+from anchor_nb.runs.checkpoints import checkpoints, number_of
 from common import recipe, rows
 
 STAGES = {"stage1": (Stage1, {}), "stage2": (Stage2, dict(negatives=2, lora_dropout=0.1))}
@@ -32,7 +32,7 @@ FRESH = multiprocessing.get_context("forkserver") # a process that has imported 
 
 def training(stage, out):
     "One start of a run, in a process of its own."
-    from anchor_nb.training import train
+    from anchor_nb.training.trainer import train
     os.environ["ACCELERATE_USE_CPU"] = "1"
     sys.stdout = sys.stderr = open(os.devnull, "w")
     logging.disable()
@@ -85,7 +85,7 @@ def differences(one, other) -> tuple:
 
 def soak(kills, seed, folder, say=print) -> dict:
     "The outcome, as it is printed."
-    FRESH.set_forkserver_preload(["soak", "anchor_nb.training"])
+    FRESH.set_forkserver_preload(["soak", "anchor_nb.training.trainer"])
     dice, begin, folder = random.Random(seed), time.monotonic(), Path(folder)
     done = dict(kills=0, resumes=0, runs=0, largest_weight_difference=0.0, largest_metric_difference=0.0)
     for stage in STAGES:

@@ -28,9 +28,9 @@ ROOT = NOTEBOOKS.parent
 
 # ---- which page is where ----
 
-FLOORS = [("Settings and files", "00"), ("Texts and data", "0[123]"), ("Model", "0[456]"), ("Objectives", "07|08$|08[h-n]"), ("Training", "08|09|10"),
-          ("Search, export and evaluation", "1[12]"), ("Mining and merging", "13"), ("Looking inside", "14"), ("Runs and measurements", "15"),
-          ("Reports and pages", "16"), ("The shell", "1[7-9]")]
+WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses", training="Training",
+             inference="Search and mining", evaluation="Evaluation", analysis="Looking inside", experiments="Experiments and figures",
+             release="Export and release", benchmarks="Benchmarks", cli="The command line")
 TUTORIALS = ["quickstart", "own_data", "anchor", "search_page", "evaluation", "ablations", "relatives", "cost", "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
 ROOMS = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES), "studies": ("Studies", []), "benchmarks": ("Benchmarks", []), "paper": ("The paper", [])}
@@ -38,7 +38,7 @@ PAPERS = {"CHANGELOG": "Changes", "CONTRIBUTING": "Working on it"} # Markdown fi
 
 
 def page_of(notebook):
-    "Path of a notebook's page, without its ending: 06b_embedder -> embedder."
+    "Path of a notebook's page, without its ending: models/08_embedder -> embedder."
     return notebook.relative_to(NOTEBOOKS).with_name(re.sub(r"^\d+[a-z]*_", "", notebook.stem)).with_suffix("")
 
 
@@ -50,11 +50,6 @@ def all_notebooks():
     return found
 
 
-def floor_of(stem):
-    "The title of the part of the library that a notebook belongs to."
-    return next(title for title, numbers in FLOORS if re.match(f"({numbers})", stem.partition("_")[0]))
-
-
 def sidebar(pages, papers):
     "The contents of the sidebar: rooms in the order in which a newcomer needs them."
     entry = lambda path: {"text": titled(path), "href": path.relative_to(NOTEBOOKS).as_posix()}
@@ -64,10 +59,8 @@ def sidebar(pages, papers):
         there = room(folder)
         names = [name for name in order if name in there] + [name for name in there if name not in order]
         if names: sections[title] = {"section": title, "contents": [entry(there[name]) for name in names]}
-    floors = {title: [] for title, _ in FLOORS}
-    for stem, path in room("").items():
-        if re.match(r"\d", stem): floors[floor_of(stem)].append(entry(path))
-    library = {"section": "Library", "contents": [{"section": title, "contents": entries} for title, entries in floors.items() if entries]}
+    wings = {title: [entry(path) for stem, path in sorted(room(wing).items()) if re.match(r"\d", stem)] for wing, title in WINGS.items()}
+    library = {"section": "Library", "contents": [{"section": title, "contents": entries} for title, entries in wings.items() if entries]}
     start = [{"text": "Home", "href": "index.ipynb"}, {"text": "All names", "href": "names.md"}] + [{"text": title, "href": f"{name}.md"} for name, title in papers.items()]
     return start[:1] + [sections[title] for title in ("Tutorials", "Stages") if title in sections] + [library] + [section for title, section in sections.items() if title not in ("Tutorials", "Stages")] + start[1:]
 
@@ -151,7 +144,7 @@ DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.
 CARDS = [("tutorials/quickstart", "tutorials/evaluation", "Start here", "From a checkpoint to embeddings and back to training, in a few minutes on two CPU cores."),
          ("tutorials/own_data", "stages/prepare", "Your own data", "Pairs of your own: checked, mined for negatives, trained on, evaluated."),
          ("stages/stage1", "", "The stages", "Each step of the recipe is a notebook with typed parameters that Jupyter, papermill and a shell run alike."),
-         ("reconstruction", "", "The library", "Every module is a notebook: the equation, the idea, the code, the assertion."),
+         ("losses/reconstruction", "", "The library", "Every module is a notebook: the equation, the idea, the code, the assertion."),
          ("paper/results", "paper/tables", "Does it help?", "The paper's claim asked again with controls and seeds, every table and figure beside the paper's."),
          ("names", "", "All names", "Every public function and class by module, with what it does.")]
 

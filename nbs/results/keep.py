@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from anchor_nb.hub import told_place
+from anchor_nb.release.hub import told_place
 
 KEPT = ("run.json", "metrics.jsonl", "speed.jsonl", "ledger.jsonl", "evaluations.jsonl", "pipeline.json")
 

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 os.environ["TQDM_DISABLE"] = "1"
-from anchor_nb import analysis
-from anchor_nb.corpora import build_corpus
-from anchor_nb.evaluation import candidates
-from anchor_nb.ledger import read_json, write_json
-from anchor_nb.pipeline import full_preset
-from anchor_nb.recipe import Analyse
-from anchor_nb.stage import train_stage
-from anchor_nb.states import Settings
-from anchor_nb.streaming import compare
+from anchor_nb.analysis import analyse as analysis
+from anchor_nb.data.corpora import build_corpus
+from anchor_nb.evaluation.encoders import candidates
+from anchor_nb.runs.ledger import read_json, write_json
+from anchor_nb.experiments.pipeline import full_preset
+from anchor_nb.core.recipe import Analyse
+from anchor_nb.experiments.torchrun import train_stage
+from anchor_nb.analysis.hidden_states import Settings
+from anchor_nb.analysis.compare import compare
 
 runs, results = Path(sys.argv[1]), Path(sys.argv[2])
 MODEL, SEEDS, LENGTH = "smollm2-135m", (42, 43), 40

@@ -11,7 +11,9 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent)) # for `common`
 from common import rows, toy_pairs
 
-from anchor_nb import runs, submit, sweeps
+from anchor_nb.runs import ledger as ledgers
+from anchor_nb.runs import manifest as runs
+from anchor_nb.experiments import slurm as submit, sweeps
 
 pytestmark = pytest.mark.slurm
 TRAINING = dict(model="tiny", global_batch=8, warmup_steps=2, learning_rate=1e-3, max_length=48, micro_tokens=300)
@@ -63,15 +65,15 @@ def test_a_cancelled_job_has_its_checkpoint_and_can_be_submitted_again(tmp_path)
 def test_a_sweep_goes_through_arrays_and_outlives_its_driver(tmp_path):
     small = {"stage1.steps": 4, "stage1.global_batch": 4, "stage1.max_length": 32, "evaluate.documents": 20, "evaluate.queries": 8, "evaluate.max_length": 32, "evaluate.instructions": "none"}
     (tmp_path/"s.yaml").write_text(yaml.safe_dump(dict(preset="smoke", base=small, arms={"a": {"stages": ["stage1"]}, "b": {"stages": ["stage1"], "stage1.alpha": 0.7}})))
-    drive = "import sys; from anchor_nb.sweeps import run_sweep; print(run_sweep(sys.argv[1], sys.argv[2], at_once=1, slurm={'time': '10', 'evaluate.time': '5'}, every=1))"
+    drive = "import sys; from anchor_nb.experiments.sweeps import run_sweep; print(run_sweep(sys.argv[1], sys.argv[2], at_once=1, slurm={'time': '10', 'evaluate.time': '5'}, every=1))"
     root = tmp_path/"root"
     driver = subprocess.Popen([sys.executable, "-c", drive, tmp_path/"s.yaml", root])
     wait_until(lambda: list(root.glob("stage1-*/run.json")), 200, "stage I did not start")
-    queue = runs.read_json(root/"jobs/queue.json")
+    queue = ledgers.read_json(root/"jobs/queue.json")
     driver.kill()
     driver.wait()
     done = subprocess.run([sys.executable, "-c", drive, tmp_path/"s.yaml", root], capture_output=True, text=True, timeout=400)
     assert "'done': 5" in done.stdout and "'failed': {}" in done.stdout, done.stdout + done.stderr
     assert {number.partition("_")[2] for name, number in queue.items() if name.startswith("stage1")} == {"0", "1"}, "stage I is one array"
-    assert all(len(runs.read_json(path)["starts"]) == 1 for path in root.glob("*/run.json")), "nothing was queued twice"
-    assert {row["label"] for row in runs.read_rows(root/"ledger.jsonl")} == {"a", "b"}
+    assert all(len(ledgers.read_json(path)["starts"]) == 1 for path in root.glob("*/run.json")), "nothing was queued twice"
+    assert {row["label"] for row in ledgers.read_rows(root/"ledger.jsonl")} == {"a", "b"}

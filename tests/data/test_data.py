@@ -1,0 +1,89 @@
+"Pairs as they are read: a fault has its file, line and field, a file that is not read is named, and a table is that of the file as it is now."
+import json
+import os
+import warnings
+
+import pandas
+import pytest
+
+from anchor_nb.data.rows import content_hash, find_sources, load_pairs, parse_row, parsed
+
+GOOD = '{"query": "a question", "positive": "an answer"}\n'
+
+
+@pytest.mark.parametrize("line, expected", [
+    (r'{"query": "a\ud83d", "positive": "b"}', r", field 'query' has half a character, '\ud83d' at position 1"),
+    (r'{"query": "a", "positive": "b", "negatives": ["c", "\udc00"]}', r", field 'negatives[1]' has half a character"),
+    (r'{"query": "a", "positive": "b", "instruction": "\ud83d"}', ", field 'instruction' has half a character"),
+    (r'{"query": ["\ud83d", "a"], "pos": ["b"]}', ", field 'query' has half a character"),
+    ('{"query": ["a", "b"], "positive": "c"}', ", field 'query' is a list of two texts"),
+    ('{"query": "a", "positive": "b", "negatives": [["c", "d"]]}', ", field 'negatives[0]' is a list of two texts"),
+    ('{"query": "a", "pos": ["b", ["c", "d"]]}', ", field 'pos[1]' is a list of two texts"),
+    ('{"query": "a", "positive": "b", "x": ' + "[" * 2000 + "]" * 2000 + "}", ": JSON that is nested too deeply"),
+    ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 400 + "]}", ", field 'positive_scores[0]' holds something that is no finite"),
+    ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 5000 + "]}", ": a number that cannot be read"),
+    ('{"query": "a", "positive": "b", "negative": "c", "scores": [0.5, NaN]}', ", field 'scores[0]' holds something that is no finite number: nan"),
+    ('{"query": "a", "positive": "b", "positive_scores": [Infinity]}', ", field 'positive_scores[0]' holds something that is no finite number: inf")])
+def test_a_faulty_line_has_its_place(line, expected, tmp_path):
+    (tmp_path/"mine.jsonl").write_text(GOOD * 2 + line + "\n" + GOOD)
+    with pytest.raises(ValueError) as caught: load_pairs(str(tmp_path), tmp_path/"cache")
+    assert f"mine.jsonl, line 3{expected}" in str(caught.value)
+
+
+@pytest.mark.parametrize("raw, instruction, document_instruction", [
+    (dict(query=["i", "a"], pos=["b"]), "i", ""), (dict(query=["", "a"], pos=[["", "b"]], neg=[["", "c"]]), "", ""),
+    (dict(query=["i", "a"], pos=[["j", "b"]], neg=[["j", "c"]]), "i", "j"), (dict(query="a", positive=[["j", "b"]], negatives=["c"], instruction="i"), "i", "j"),
+    (dict(query=["i", "a"], pos=["b"], instruction="i"), "i", "")])
+def test_what_gritlm_writes_is_read(raw, instruction, document_instruction):
+    row = parse_row(raw)
+    assert (row["query"], row["positives"], row["instruction"], row["document_instruction"]) == ("a", ["b"], instruction, document_instruction)
+
+
+@pytest.mark.parametrize("name, content, fix", [
+    ("b.jsonl.gz", b"\x1f\x8b", "gunzip"), ("b.csv", b"query,positive\na,b\n", "csv.DictReader"), ("b.tsv", b"query\tpositive\n", r'delimiter="\t"'),
+    ("b.json", f"[{GOOD}]".encode(), "json.load("), ("b.json", GOOD.encode(), "mv "), ("b.zip", b"PK", "unzip")])
+def test_a_file_that_would_not_be_read_is_named(name, content, fix, tmp_path):
+    (tmp_path/name).write_bytes(content)
+    for names in ([], ["a.jsonl"]): # alone, and beside one that would be read
+        for each in names: (tmp_path/each).write_text(GOOD)
+        with pytest.raises(ValueError) as caught: find_sources(str(tmp_path))
+        assert f"{name} is neither JSONL nor parquet" in str(caught.value) and fix in str(caught.value)
+    if name != "b.json":
+        with pytest.raises(ValueError, match=f"{name} is neither JSONL nor parquet"): find_sources(str(tmp_path/name))
+
+
+def test_a_list_in_one_file_is_told_from_lines(tmp_path):
+    (tmp_path/"a.json").write_text(f"[\n{GOOD}]")
+    with pytest.raises(ValueError, match=r"a.json, line 1: .*json.load\(open"): list(parsed(str(tmp_path/"a.json")))
+
+
+def test_manifests_may_lie_beside_rows(tmp_path):
+    (tmp_path/"a.jsonl").write_text(GOOD)
+    (tmp_path/"manifest.json").write_text(json.dumps(dict(counts=1), indent=1))
+    (tmp_path/"report.json").write_text('{"a": 1}')
+    for name in ("qrels.tsv", "LICENSE.md", "._a.csv"): (tmp_path/name).touch()
+    assert list(find_sources(str(tmp_path))) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a[1]?.parquet", "a.jsonl"])
+def test_a_file_with_an_old_time_and_new_rows(name, tmp_path):
+    def write(text):
+        rows, path = pandas.DataFrame([dict(query=text, positive="p")]), tmp_path/name
+        rows.to_parquet(path) if name.endswith("parquet") else rows.to_json(path, orient="records", lines=True)
+        os.utime(path, ns=(10**18, 10**18)) # as cp -p and rsync -t leave it
+        return content_hash(str(path)), load_pairs(str(path), tmp_path/"cache")[path.stem]["query"][:]
+    (first, old), (second, new) = write("old"), write("new")
+    assert first != second and (old, new) == (["old"], ["new"])
+    with warnings.catch_warnings(action="error"): assert write("old") == (first, ["old"])
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
+    (tmp_path/"a.parquet").write_bytes(b"rows")
+    with pytest.raises(ValueError, match="a.parquet cannot be read as parquet .*write it again"): load_pairs(str(tmp_path), tmp_path/"cache")
+
+
+@pytest.mark.parametrize("name", ["b.CSV", "b.JSONL", "b.ndjson", "b.Parquet"])
+def test_a_file_whose_rows_would_not_be_read_is_named_however_it_is_written(tmp_path, name):
+    (tmp_path/"a.jsonl").write_text('{"query": "a", "positive": "b"}\n')
+    (tmp_path/name).write_text("rows")
+    with pytest.raises(ValueError, match=f"{name} is neither JSONL nor parquet"): find_sources(str(tmp_path))

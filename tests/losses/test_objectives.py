@@ -1,0 +1,201 @@
+"Objectives of stage I: shares add up however a step is cut or shared among ranks; masks belong to texts; peers agree."
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import distributed, multiprocessing
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from anchor_nb.models.attention import register_attention
+from anchor_nb.losses.llama2vec import Bags, Llara, bag_loss, padded
+from anchor_nb.core.distributed import world
+from anchor_nb.losses.causal_lm import LanguageModelling
+from anchor_nb.losses.mntp import MaskedPrediction, generator_of, mask_text
+from anchor_nb.losses.objectives import Objectives, prepare_all, run_objectives
+from anchor_nb.models.packing import cut_by_tokens
+from anchor_nb.data.prompts import Tokens
+from anchor_nb.core.distributed import all_reduce
+from anchor_nb.losses.reconstruction import Anchor
+from anchor_nb.losses.simcse import SimCSE, set_attention_dropout
+
+VOCABULARY, EOS, MASK = 60, 1, 9
+BOTH_WAYS = ["anchor", "ebae", "ebar", "mntp", "simcse"]
+
+
+def lm(causal=False):
+    "A tiny Llama in double precision; evaluating, so that its dropout is told to SimCSE and not done."
+    torch.manual_seed(0)
+    register_attention()
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, is_causal=causal)
+    model = LlamaForCausalLM(config).double().eval()
+    model.set_attn_implementation("packed_sdpa")
+    set_attention_dropout(model, 0.1)
+    return model
+
+
+def make(names, weights, batch):
+    makers = dict(anchor=lambda: Anchor(EOS, chunk=7), ebae=lambda: Bags("ebae", "mean", chunk=2), ebar=lambda: Bags("ebar"), mntp=lambda: MaskedPrediction(MASK, VOCABULARY, chunk=3),
+                  llara=lambda: Llara([10], [11, 12, 13, 14], [11, 15, 13, 14], positions=2), simcse=lambda: SimCSE(batch))
+    return sorted([(name, makers[name](), weight) for name, weight in zip(names, weights)], key=lambda one: not one[1].coupled)
+
+
+@st.composite
+def texts(build, instruction=False):
+    content = build(st.lists(st.integers(16, VOCABULARY - 1), min_size=1, max_size=14))
+    head = [2, 3] + build(st.lists(st.integers(4, 8), max_size=3 if instruction else 0))
+    return Tokens([*head, *content, EOS], len(head), len(head) + len(content))
+
+
+batches = st.lists(st.tuples(texts(instruction=True), texts()), min_size=1, max_size=6)
+
+
+def step(objectives, pairs, budget=10_000, causal=False, cut=None, number=3):
+    "Facts and gradient of a step."
+    module = Objectives(lm(causal), objectives)
+    cut = cut or (lambda lengths: (cut_by_tokens(lengths, budget), 0))
+    facts = run_objectives(module, objectives, prepare_all(objectives, pairs, number), cut, lambda loss: loss.backward(), lambda last: nullcontext(), torch.device("cpu"))
+    return facts, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def assert_same(one, other):
+    (facts, gradient), (again, found) = one, other
+    assert facts["loss"] == pytest.approx(again["loss"], rel=1e-9)
+    assert {k: v for k, v in facts.items() if k != "largest"} == pytest.approx({k: v for k, v in again.items() if k != "largest"}, rel=1e-9)
+    assert (found - gradient).norm() <= 1e-6*gradient.norm() # Llama's norms compute in fp32
+
+
+@settings(max_examples=12, deadline=None)
+@given(batches, st.lists(st.sampled_from(BOTH_WAYS), min_size=1, max_size=3, unique=True), st.integers(1, 60), st.randoms(use_true_random=False))
+def test_neither_cut_nor_order_of_a_step_matters(pairs, names, budget, random):
+    objectives = make(names, [0.5, 1.0, 2.0], len(pairs))
+    mixed = random.sample(pairs, len(pairs))
+    assert_same(step(objectives, pairs), step(objectives, mixed, budget))
+
+
+@pytest.mark.parametrize("objective, lost", [(Anchor, {0.0: "q2d", 1.0: "d2q"}), (LanguageModelling, {0.0: "documents", 1.0: "queries"})])
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@settings(max_examples=6, deadline=None)
+@given(pairs=batches, budget=st.integers(1, 60))
+def test_a_direction_of_weight_0_is_neither_run_nor_logged(objective, lost, alpha, pairs, budget):
+    "The gradient is that of the other one alone, in whatever pieces, and fewer tokens pass through the layers."
+    from anchor_nb.experiments.figures import stage1_losses # here, or ranks would load it too
+    one, both = [step([("it", objective(EOS, alpha=weight), 1.0)], pairs, budget) for weight in (alpha, 0.5)]
+    gone = {f"loss_{lost[alpha]}", f"target_tokens_{lost[alpha]}"}
+    assert set(both[0]) - set(one[0]) == gone and one[0]["tokens"] < both[0]["tokens"]
+    assert_same(one, step([("it", objective(EOS, alpha=alpha), 1.0)], pairs[::-1]))
+    name, = [name for name in one[0] if name.startswith("loss_")]
+    assert one[0]["loss"] == pytest.approx(both[0][name], rel=1e-9)
+    stage1_losses([dict(one[0], step=number) for number in (1, 2)]) # its figure has one curve
+
+
+@settings(max_examples=6, deadline=None)
+@given(batches, st.integers(1, 60))
+def test_neither_for_the_released_form(pairs, budget):
+    objectives = make(["llara"], [1.0], len(pairs))
+    assert_same(step(objectives, pairs, causal=True), step(objectives, pairs[::-1], budget, causal=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts(), st.integers(0, 5), st.integers(0, 5), st.floats(0.01, 1), st.sampled_from(["80/10/10", "mask"]))
+def test_masks_hide_content_only_and_something_always(text, seed, number, fraction, replace):
+    draw = lambda: mask_text(text, generator_of(seed, number, text.ids), MASK, VOCABULARY, fraction, replace)
+    masked = draw()
+    assert draw() == masked
+    assert masked.places and all(text.start <= place < text.stop for place in masked.places)
+    again = list(masked.ids)
+    for place, token in zip(masked.places, masked.targets): again[place] = token
+    assert again == text.ids
+    assert replace != "mask" or {masked.ids[place] for place in masked.places} == {MASK}
+
+
+def test_texts_of_one_length_are_masked_differently():
+    places = {tuple(mask_text(text, generator_of(0, 0, text.ids), MASK, VOCABULARY).places) for n in range(16, 26) for text in [Tokens([2, *[n]*30, EOS], 1, 31)]}
+    assert len(places) == 10
+
+
+def test_masked_prediction_is_the_shifted_loss_of_transformers():
+    "Labels at masked places only, shifted by transformers itself: what LLM2Vec trains."
+    objective = MaskedPrediction(MASK, VOCABULARY, fraction=0.5)
+    text = Tokens([2, 3, *range(20, 40), EOS], 2, 22)
+    item, = [item for item in objective.prepare([(text, text)], 0)][:1]
+    model = lm()
+    share, _ = objective.loss(model, objective.pack([item]), torch.tensor(objective.counts([item])))
+    labels = torch.full((1, len(item.ids)), -100)
+    labels[0, item.places] = torch.tensor(item.targets)
+    model.set_attn_implementation("sdpa")
+    assert share.item() == pytest.approx(model(torch.tensor([item.ids]), labels=labels, use_cache=False).loss.item(), rel=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=9, unique=True), min_size=1, max_size=7), st.integers(1, 3), st.integers(1, 9))
+def test_bag_loss_is_cross_entropy_with_soft_targets(bags, positions, chunk):
+    torch.manual_seed(len(bags))
+    states, weight = torch.randn(len(bags), positions, 4, dtype=torch.float64), torch.randn(20, 4, dtype=torch.float64)
+    soft = torch.stack([torch.zeros(20, dtype=torch.float64).index_fill(0, torch.tensor(bag), 1/len(bag)) for bag in bags])
+    expected = torch.nn.functional.cross_entropy((states @ weight.T).amax(1), soft, reduction="none")
+    torch.testing.assert_close(bag_loss(states, weight, padded(bags), chunk), expected)
+
+
+PAIRS = [(Tokens([2, 3, *range(20, 20 + n), EOS], 2, 2 + n), Tokens([2, 3, *range(30, 30 + 3*n), EOS], 2, 2 + 3*n)) for n in (1, 5, 2, 7, 3)]
+
+
+def same_pieces(lengths, budget=25):
+    "As many pieces as on the rank that has most, the last ones for nothing."
+    pieces = cut_by_tokens(lengths, budget)
+    empty = int(all_reduce(torch.tensor(len(pieces)), "MAX")) - len(pieces)
+    return pieces + [[0]]*empty, empty
+
+
+def on_rank(rank, names, file, out):
+    "This rank's pairs of the step, gradients averaged as DDP does."
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    for causal, some in ((True, ["llara"]), (False, names), *[(False, [name]) for name in names]):
+        middle = 3 if "simcse" in some else 4 # its ranks differ by one text at most
+        shares = PAIRS[:middle], PAIRS[middle:]
+        facts, gradient = step(make(some, [0.5, 1, 2, 1, 0.5], len(PAIRS)), shares[rank], cut=same_pieces, causal=causal)
+        distributed.all_reduce(gradient)
+        facts["tokens"] = int(all_reduce(torch.tensor(facts["tokens"])))
+        torch.save((facts, gradient/world()[1]), f"{out}-{rank}-{'-'.join(some)}")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked")
+def test_two_ranks_with_unequal_shares_are_one(tmp_path):
+    "Four and one of five pairs, or three and two; one rank runs pieces for nothing."
+    multiprocessing.start_processes(on_rank, (BOTH_WAYS, str(tmp_path/"meet"), str(tmp_path/"found")), nprocs=2, start_method="fork") # all is imported already
+    for some in (["llara"], BOTH_WAYS, *[[name] for name in BOTH_WAYS]):
+        expected = step(make(some, [0.5, 1, 2, 1, 0.5], len(PAIRS)), PAIRS, causal="llara" in some)
+        for rank in (0, 1): assert_same(expected, torch.load(f"{tmp_path/'found'}-{rank}-{'-'.join(some)}"))
+
+
+def test_bfloat16_autocast_is_close():
+    "Losses stay in fp32 where products are in bf16."
+    for causal, names in ((True, ["llara"]), (False, BOTH_WAYS)):
+        objectives = make(names, [1.0]*5, len(PAIRS))
+        module = Objectives(lm(causal).float(), objectives)
+        facts = {}
+        for autocast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                facts[autocast] = run_objectives(module, objectives, prepare_all(objectives, PAIRS, 0), same_pieces, lambda loss: loss.backward(), lambda last: nullcontext(), torch.device("cpu"))
+        assert facts[True] == pytest.approx(facts[False], rel=0.05)
+        assert all(torch.isfinite(p.grad).all() for p in module.parameters())
+
+
+def test_an_objective_that_does_not_fit_its_model_is_refused():
+    with pytest.raises(ValueError, match="mntp needs bidirectional=true"): Objectives(lm(causal=True), make(["mntp"], [1.0], 1))
+    with pytest.raises(ValueError, match="llara .* needs bidirectional=false"): Objectives(lm(), make(["llara"], [1.0], 1))
+    quiet = lm()
+    set_attention_dropout(quiet, 0.0)
+    with pytest.raises(ValueError, match="set attention_dropout=0.3"): Objectives(quiet, make(["simcse"], [1.0], 1))
+
+
+def test_an_untied_head_is_frozen_where_nothing_applies_it():
+    "Else DDP would wait for its gradient."
+    for names, trained in ((["simcse"], False), (["simcse", "ebae"], True)):
+        model = lm()
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        module = Objectives(model, make(names, [1.0, 1.0], 1))
+        assert module.lm.lm_head.weight.requires_grad == trained

@@ -1,0 +1,194 @@
+"Faults injected into training: each stops it with a plain word, and the same command afterwards ends where a run without faults ends."
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import soak
+from anchor_nb.runs.fault_tolerance import NotFinite, Stopped
+from anchor_nb.runs.launch import launch
+from anchor_nb.core.recipe import Stage1
+from anchor_nb.runs.checkpoints import checkpoints
+from anchor_nb.training.steps import ReconstructionStep
+from anchor_nb.training.trainer import AnchorTrainer, check_inputs, train
+from common import recipe, rows
+
+USUAL = dict(steps=10, save_steps=2)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    "The run that nothing happens to."
+    out = tmp_path_factory.mktemp("whole")/"run"
+    train(recipe(Stage1, out, **USUAL))
+    return out
+
+
+@pytest.fixture
+def settings(tmp_path): return recipe(Stage1, tmp_path/"run", **USUAL)
+
+
+@contextmanager
+def before_each_step(what):
+    "In the block, `what(trainer, step)` is called before each step is computed."
+    usual = AnchorTrainer.training_step
+    def training_step(self, *args, **kwargs):
+        what(self, self.state.global_step + 1)
+        return usual(self, *args, **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AnchorTrainer, "training_step", training_step)
+        yield
+
+
+def at_step(number, what): return before_each_step(lambda trainer, step: what(trainer) if step == number else None)
+
+
+def fail(trainer): raise RuntimeError("pulled the plug")
+
+
+def assert_goes_on(settings, whole, step):
+    "The same call again starts at this step and ends as the other run, bit for bit."
+    taken = []
+    with before_each_step(lambda trainer, step: taken.append(step)): train(settings)
+    assert taken == list(range(step, settings.steps + 1))
+    assert rows(settings.out) == rows(whole)
+    assert soak.differences(Path(settings.out), whole) == (0, 0)
+
+
+# ---- numbers ----
+
+def poison_weights(trainer):
+    for weight in trainer.model.parameters(): weight.data.fill_(float("nan"))
+
+
+def poison_gradient(trainer):
+    next(trainer.model.parameters()).register_hook(lambda gradient: gradient*float("inf"))
+
+
+@pytest.mark.parametrize("what, name", [(poison_weights, "loss is nan"), (poison_gradient, "norm of the gradient is")])
+def test_not_a_number_names_its_rows_and_keeps_the_good_checkpoint(what, name, settings, whole):
+    with at_step(6, what), pytest.raises(NotFinite, match=f"the {name}.* in step 6, whose batch is 8 rows of toy: .*lower learning_rate"): train(settings)
+    batch = check_inputs(settings).batches(5)
+    assert json.loads(Path(settings.out, "not_finite.json").read_text())["rows"] == batch.rows.tolist()
+    assert [c.name for c in checkpoints(settings.out)] == ["checkpoint-2", "checkpoint-4"]
+    assert_goes_on(settings, whole, 5)
+
+
+# ---- files ----
+
+def shorten(file): os.truncate(file, file.stat().st_size//2)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content)//2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage, name", [(shorten, "optimizer.pt"), (flip, "model.safetensors"), (Path.unlink, "scheduler.pt"), (shorten, "files.json"), (Path.unlink, "files.json")])
+def test_a_damaged_checkpoint_is_named_and_left_aside(damage, name, settings, whole):
+    with at_step(8, fail), pytest.raises(RuntimeError, match="plug"): train(settings)
+    damage(checkpoints(settings.out)[-1]/name)
+    with pytest.warns(UserWarning, match=f"checkpoint-6 is damaged and is left aside.*{name}"): assert_goes_on(settings, whole, 5)
+
+
+def test_without_a_good_checkpoint_the_run_starts_over(settings, whole):
+    with at_step(8, fail), pytest.raises(RuntimeError, match="plug"): train(settings)
+    for folder in checkpoints(settings.out): flip(folder/"optimizer.pt")
+    with pytest.warns(UserWarning) as said: assert_goes_on(settings, whole, 1)
+    assert {name for name in ("checkpoint-4", "checkpoint-6") if any(name in str(one.message) for one in said)} == {"checkpoint-4", "checkpoint-6"}
+
+
+@pytest.mark.parametrize("damage", [shorten, flip])
+def test_a_damaged_arrow_cache_is_built_anew(damage, settings, whole, tmp_path, monkeypatch):
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path/"cache")
+    table = next(iter(check_inputs(settings).tables.values()))
+    damage(Path(table.cache_files[0]["filename"]))
+    del table
+    with pytest.warns(UserWarning, match="damaged and is built anew"): assert_goes_on(settings, whole, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        check_inputs(settings)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    "A disk of some megabytes; skips where nobody may mount one."
+    folder = tmp_path/"disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True) if sys.platform == "linux" else None
+    if not mounted or mounted.returncode: pytest.skip("a disk can only be mounted on Linux, by root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk(small_disk, whole):
+    "A real one: the checkpoint that does not fit is not there, the one before is whole, and the error says what to do."
+    settings, ballast = recipe(Stage1, small_disk/"run", **USUAL), small_disk/"ballast"
+    def fill(trainer): ballast.write_bytes(bytes(os.statvfs(small_disk).f_bavail*os.statvfs(small_disk).f_frsize - 200_000))
+    with at_step(6, fill), pytest.raises(OSError, match="disk is full: checkpoint-6 could not be written.*free some space") as caught: train(settings)
+    assert caught.value.errno == errno.ENOSPC
+    assert [c.name for c in checkpoints(settings.out)] == ["checkpoint-2", "checkpoint-4"]
+    ballast.unlink()
+    assert_goes_on(settings, whole, 5)
+
+
+def test_a_full_disk_by_another_name(settings, whole, monkeypatch):
+    "Where no disk can be mounted: a library's own error for the same."
+    def full(*args, **kwargs): raise OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is full: checkpoint-2 could not be written"):
+        patch.setattr(torch, "save", full)
+        train(settings)
+    assert not checkpoints(settings.out)
+    assert_goes_on(settings, whole, 1)
+
+
+# ---- memory ----
+
+def out_of_memory(monkeypatch, times):
+    "The step fails so often for want of memory, each time its budget is still too large."
+    left, before = [None]*times, ReconstructionStep.run
+    def run(self, *args):
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory (as a test has it)")
+        return before(self, *args)
+    monkeypatch.setattr(ReconstructionStep, "run", run)
+
+
+def test_want_of_memory_halves_the_budget_once_and_goes_on(settings, whole, monkeypatch, capsys):
+    out_of_memory(monkeypatch, 1)
+    launch(train, settings, run_dir=settings.out)
+    said = capsys.readouterr().out
+    assert "out of memory with 300 tokens" in said and "150 tokens after memory ran out" in said
+    assert [row["loss"] for row in rows(settings.out)] == pytest.approx([row["loss"] for row in rows(whole)], rel=1e-4)
+
+
+def test_want_of_memory_twice_is_an_error(settings, monkeypatch):
+    out_of_memory(monkeypatch, 2)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*max_length"): launch(train, settings, run_dir=settings.out)
+
+
+# ---- signals ----
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_writes_a_last_checkpoint(number, settings, whole):
+    with at_step(5, lambda trainer: os.kill(os.getpid(), number)), pytest.raises(Stopped, match=f"stopped by {number.name} after step 5 .*same command"): train(settings)
+    assert checkpoints(settings.out)[-1].name == "checkpoint-5"
+    assert_goes_on(settings, whole, 6)
+
+
+def test_two_kills_at_random_moments(tmp_path):
+    "The soak in small, two processes: SIGKILL of a rank or of all, in both stages. `make soak KILLS=20` is the large one."
+    done = soak.soak(2, seed=int.from_bytes(os.urandom(2), "big"), folder=tmp_path)
+    print(done)
+    assert (done["kills"], done["largest_weight_difference"], done["largest_metric_difference"]) == (2, 0, 0)

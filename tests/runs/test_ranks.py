@@ -1,0 +1,191 @@
+"How many processes compute a run, and how they share the model, leaves its trajectory alone; copies stay equal."
+import json
+import signal
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anchor_nb.core.recipe import Stage1, Stage2
+from anchor_nb.runs.checkpoints import checkpoints
+from anchor_nb.training.trainer import train
+from common import STAGES, assert_same_trajectory, interrupted, recipe, rows, run, start, stop_after
+
+HOWS = dict(shared=dict(processes=2, sharding="fsdp2"), shared_in_pieces=dict(processes=2, sharding="fsdp2", micro_tokens=150),
+            three=dict(processes=3, micro_tokens=150), four=dict(processes=4, micro_tokens=10_000), pieces=dict(micro_tokens=90),
+            recomputed=dict(processes=2, sharding="fsdp2", gradient_checkpointing="always", micro_tokens=10_000))
+
+
+def difference(one, other) -> float:
+    "The largest difference between two models' weights."
+    first, second = [load_file(out/"model"/"model.safetensors") for out in (one, other)]
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def move(ways, stage, settings, out):
+    "A run that is begun in one way, killed after five rows, gone on with in another, killed after ten, and ended in a third."
+    for way, last in zip(ways, (5, 10)):
+        process = start(recipe(stage, out, **settings | way))
+        output = stop_after(last, process, out)
+        assert process.returncode == -signal.SIGKILL, output[-3000:]
+    run(recipe(stage, out, **settings | ways[-1]))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_how_a_run_is_computed_does_not_change_it(name, tmp_path):
+    "Ten steps of nine examples in double precision: shares, pieces, and numbers of processes that do not divide the batch."
+    stage, settings = STAGES[name]
+    settings = dict(settings, precision="fp64", global_batch=9)
+    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
+    for how, extra in HOWS.items():
+        run(recipe(stage, tmp_path/how, **settings | extra))
+        assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/how), 1e-6)
+        assert difference(tmp_path/"one", tmp_path/how) < 1e-6, how
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_rank_with_fewer_texts_keeps_step(name, tmp_path):
+    "Three examples on two ranks, a piece for each text: the rank with fewer runs one again, for nothing, or the other would wait for ever."
+    stage, settings = STAGES[name]
+    settings = dict(settings, precision="fp64", global_batch=3, steps=4)
+    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
+    run(recipe(stage, tmp_path/"two", processes=2, sharding="fsdp2", micro_tokens=1, **settings))
+    assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"two"), 1e-6)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_run_goes_on_with_other_processes(name, tmp_path):
+    "Killed on two processes with copies, gone on with on one, killed, and ended on two that share the model."
+    stage, settings = STAGES[name]
+    settings = dict(settings, precision="fp64", steps=18, save_steps=3)
+    run(recipe(stage, tmp_path/"whole", **settings))
+    move([dict(processes=2), {}, dict(processes=2, sharding="fsdp2")], stage, settings, tmp_path/"moved")
+    assert_same_trajectory(rows(tmp_path/"whole"), rows(tmp_path/"moved"), 1e-6)
+    assert difference(tmp_path/"whole", tmp_path/"moved") < 1e-6
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_killed_run_that_shares_its_model(name, tmp_path):
+    "SIGKILL, the same command again: the same bits, snapshots of stage II included."
+    kill = lambda settings: stop_after(7, start(settings), tmp_path/"killed")
+    interrupted(STAGES[name][0], STAGES[name][1] | dict(processes=2, sharding="fsdp2", micro_tokens=150), tmp_path, kill)
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed: pip install anchor_nb[deepspeed]")
+@pytest.mark.parametrize("sharding, name", [("zero1", "stage2"), ("zero2", "stage1"), ("zero2", "stage2")])
+def test_deepspeed_shares_states_and_changes_nothing(sharding, name, tmp_path):
+    "The trajectory of one process; stopped, gone on with in plain copies, and stopped, and gone on with by DeepSpeed."
+    stage, settings = STAGES[name]
+    settings = dict(settings, precision="fp64", global_batch=9, steps=18, save_steps=3)
+    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
+    shared = dict(processes=2, sharding=sharding, micro_tokens=150)
+    move([shared, dict(processes=2), shared], stage, settings, tmp_path/"shared")
+    assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"shared"), 1e-5) # it adds up gradients in fp32
+    assert difference(tmp_path/"one", tmp_path/"shared") < 1e-5
+
+
+def test_deepspeed_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("anchor_nb.training.zero.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install anchor_nb\[deepspeed\]; or take sharding=fsdp2"): train(recipe(Stage1, tmp_path/"run", sharding="zero2"))
+
+
+NO_EXCHANGE = """
+import anchor_nb.training.trainer as training
+training.AnchorTrainer.__init__ = (lambda before: lambda self, *args, **kwargs: before(self, *args, **kwargs) or setattr(self, "shared", False) or
+    setattr(self.accelerator, "prepare_model", lambda model, **_: model))(training.AnchorTrainer.__init__)
+from contextlib import nullcontext
+import accelerate; accelerate.Accelerator.no_sync = lambda self, model: nullcontext()
+"""
+
+
+def test_ranks_that_do_not_exchange_gradients_are_noticed(tmp_path):
+    "The defect of the authors' stage I: without DDP every rank trains a model of its own."
+    process = start(recipe(Stage1, tmp_path/"run", processes=2), before=NO_EXCHANGE)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode and "the ranks hold different weights" in output, output[-2000:]
+    assert not (tmp_path/"run"/"model").exists()
+
+
+def test_which_checkpoints_are_kept(tmp_path):
+    train(recipe(Stage2, tmp_path/"run", steps=9, save_steps=1, keep_every=4))
+    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-4", "checkpoint-8"]
+    adapter = sum(file.stat().st_size for file in (tmp_path/"run"/"checkpoint-4").rglob("adapter_model*"))
+    assert adapter < 0.3*(tmp_path/"run"/"model"/"model.safetensors").stat().st_size
+
+
+def test_damaged_checkpoints_do_not_crowd_out_good_ones(tmp_path, monkeypatch):
+    "The run goes on behind them, and is cut off again before it has reached them."
+    import anchor_nb.training.trainer as training
+    def until(last):
+        def stop(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
+            if self.state.global_step == last: raise KeyboardInterrupt
+            return before(self, *args, **kwargs)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(training.AnchorTrainer, "training_step", stop)
+            train(recipe(Stage1, tmp_path/"run", steps=14, save_steps=2, keep_last=3))
+    until(13)
+    for name in ("checkpoint-10", "checkpoint-12"): (tmp_path/"run"/name/"optimizer.pt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="checkpoint-10 is damaged"): until(9)
+    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-8"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path):
+    "And the same command goes on to the same bits."
+    def stop(settings):
+        process = start(settings)
+        output = stop_after(5, process, tmp_path/"killed", number)
+        steps = len(rows(tmp_path/"killed"))
+        assert process.returncode and f"stopped by {number.name} after step {steps} of 24, with a checkpoint" in output, output[-2000:]
+        assert checkpoints(tmp_path/"killed")[-1].name == f"checkpoint-{steps}"
+    interrupted(*STAGES["stage1"], tmp_path, stop)
+
+
+@pytest.mark.parametrize("what, patch", [("loss", "NaN in the weights"), ("norm of the gradient", "inf in the gradient")])
+def test_no_number_stops_the_run(what, patch, tmp_path, monkeypatch):
+    "At step 7 of 10: the checkpoint before it is good, the rows are named, no later row is written."
+    import anchor_nb.training.trainer as training
+    def spoil(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
+        if self.state.global_step == 6 and what == "loss": next(self.model.parameters()).data.fill_(float("nan"))
+        loss = before(self, *args, **kwargs)
+        if self.state.global_step == 6: next(self.model.parameters()).grad.fill_(float("inf"))
+        return loss
+    monkeypatch.setattr(training.AnchorTrainer, "training_step", spoil)
+    with pytest.raises(RuntimeError, match=f"the {what} is (nan|inf) in step 7, whose batch is 8 rows of toy"): train(recipe(Stage1, tmp_path/"run", save_steps=3))
+    assert len(json.loads((tmp_path/"run"/"not_finite.json").read_text())["rows"]) == 8
+    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-3", "checkpoint-6"] and len(rows(tmp_path/"run")) == 6
+    monkeypatch.undo()
+    train(recipe(Stage1, tmp_path/"run", save_steps=3))
+    train(recipe(Stage1, tmp_path/"whole", save_steps=3))
+    assert rows(tmp_path/"run") == rows(tmp_path/"whole")
+
+
+def test_no_snapshot_of_a_step_without_number(tmp_path, monkeypatch):
+    import anchor_nb.training.trainer as training
+    def spoil(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
+        loss = before(self, *args, **kwargs)
+        if self.state.global_step == 3: next(p for p in self.model.parameters() if p.requires_grad).grad.fill_(float("inf"))
+        return loss
+    monkeypatch.setattr(training.AnchorTrainer, "training_step", spoil)
+    with pytest.raises(RuntimeError, match="norm of the gradient"): train(recipe(Stage2, tmp_path/"run", snapshot_steps=2))
+    assert [folder.name for folder in (tmp_path/"run"/"snapshots").iterdir()] == ["step-2"]
+
+
+def test_memory_runs_out_once_and_twice(tmp_path, monkeypatch):
+    "Half the budget is left for the next start; the second time the error says what else there is."
+    import anchor_nb.training.trainer as training
+    budgets = []
+    def hungry(self, *args, **kwargs):
+        budgets.append(self.budget)
+        raise torch.OutOfMemoryError("tried to allocate 20 GB")
+    monkeypatch.setattr(training.ReconstructionStep, "run", hungry)
+    with pytest.raises(torch.OutOfMemoryError, match="goes on with 150"): train(recipe(Stage1, tmp_path/"run"))
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*sharding=fsdp2"): train(recipe(Stage1, tmp_path/"run"))
+    assert budgets == [300, 150]
+    monkeypatch.undo()
+    train(recipe(Stage1, tmp_path/"run"))
+    assert not (tmp_path/"run"/"micro_tokens.json").exists()
+    train(recipe(Stage1, tmp_path/"usual"))
+    assert rows(tmp_path/"run")[-1]["loss"] == pytest.approx(rows(tmp_path/"usual")[-1]["loss"], rel=1e-4)

@@ -1,0 +1,135 @@
+"""The planner's formulas behave: monotone where costs are, within the memory given, and robust where training asks."""
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from anchor_nb.training import memory as planning
+from anchor_nb.training.flops import SHAPES, Shape, forward_flops, padded, stage1_flops, stage2_flops
+from anchor_nb.training.memory import STATES, USABLE, Setup, Work, choose, fitting_tokens, memory, plan_for
+from anchor_nb.core.recipe import Stage1, Stage2
+
+GB = 10**9
+shapes = st.builds(lambda layers, heads, groups, size, mlp, vocabulary, tied: Shape(layers, heads*size, heads*size, heads//groups*size, mlp, vocabulary, tied, layers*2*heads*size),
+                   st.integers(2, 40), st.sampled_from([4, 8, 32]), st.sampled_from([1, 2, 4]), st.sampled_from([16, 64, 128]), st.integers(64, 16384), st.integers(100, 200_000), st.booleans())
+setups = st.builds(Setup, st.sampled_from(["stage1", "stage2", "encode"]), st.sampled_from(["fp32", "bf16", "pure_bf16"]), st.sampled_from(list(STATES)), st.sampled_from([0, 8, 16]),
+                   st.sampled_from(["packed_varlen", "packed_sdpa"]), st.integers(1, 8))
+works = st.builds(Work, st.integers(1, 64), st.integers(1, 40), st.integers(1, 300), st.integers(0, 4), st.sampled_from([64, 512, 4096]))
+lengths = st.lists(st.integers(1, 600), min_size=1, max_size=20)
+several = settings(max_examples=60, deadline=None)
+
+
+def total(parts): return sum(parts.values())
+
+
+@several
+@given(shapes, lengths, lengths)
+def test_operations_add_up_over_texts(shape, some, others):
+    for only_last in (False, True):
+        together, apart = forward_flops(shape, some + others, only_last), [forward_flops(shape, part, only_last) for part in (some, others)]
+        assert together == {name: sum(part[name] for part in apart) for name in together}
+
+
+@several
+@given(shapes, lengths)
+def test_what_is_saved_never_costs(shape, texts):
+    assert total(forward_flops(shape, texts, only_last=True)) <= total(forward_flops(shape, texts)) <= total(forward_flops(shape, padded(texts)))
+    assert total(stage1_flops(shape, texts, texts)) < total(stage1_flops(shape, padded(texts), padded(texts), only_last=False, recomputed=1))
+    assert total(stage2_flops(shape, texts, rank=1)) <= total(stage2_flops(shape, texts, rank=2)) < total(stage2_flops(shape, texts, rank=2, recomputed=0.5))
+
+
+@several
+@given(shapes, setups, st.integers(1, 10**6), st.integers(0, 10**6))
+def test_memory_grows_with_tokens_and_nothing_is_negative(shape, setup, tokens, more):
+    few, many = memory(shape, setup, tokens), memory(shape, setup, tokens + more)
+    assert all(value >= 0 for value in few.values()) and total(few) <= total(many)
+
+
+@several
+@given(shapes, setups, st.integers(1, 10**6), st.integers(1, 10**10))
+def test_all_states_of_a_pooling_and_a_guide_take_memory(shape, setup, tokens, guide):
+    usual = total(memory(shape, setup, tokens))
+    every = total(memory(shape, replace(setup, only_last=False), tokens))
+    assert (every > usual) == (setup.stage != "encode")
+    assert total(memory(shape, replace(setup, guide=guide), tokens)) == usual + guide
+
+
+@several
+@given(shapes, setups, st.integers(1, 200))
+def test_fitting_tokens_is_the_last_that_fits(shape, setup, gigabytes):
+    tokens = fitting_tokens(shape, setup, gigabytes*GB)
+    assert tokens == 0 or total(memory(shape, setup, tokens)) <= gigabytes*GB
+    assert tokens > 2**24 - 2 or total(memory(shape, setup, tokens + 1)) > gigabytes*GB
+
+
+@several
+@given(shapes, setups, works, st.integers(1, 200))
+def test_a_plan_fits_and_never_recomputes_twice(shape, setup, work, gigabytes):
+    try: plan = choose(shape, setup, work, gigabytes*GB, rate=1e14)
+    except ValueError as error:
+        assert "does not fit: it needs" in str(error) and ("it would with" in str(error) or "a smaller model" in str(error))
+        return
+    assert plan.peak_bytes <= USABLE*gigabytes*GB and plan.seconds > 0
+    assert not (plan.gradcache and plan.gradient_checkpointing)
+    assert plan.gradcache == (setup.stage == "stage2" and plan.pieces > 1)
+    assert plan.pieces*plan.micro_tokens >= sum(work.lengths(setup.stage))
+
+
+@several
+@given(shapes, setups, works, st.integers(1, 100), st.integers(0, 100))
+def test_more_memory_is_never_worse(shape, setup, work, gigabytes, more):
+    try: small = choose(shape, setup, work, gigabytes*GB)
+    except ValueError: return
+    large = choose(shape, setup, work, (gigabytes + more)*GB)
+    assert large.flops <= small.flops*1.000001
+
+
+def test_checkpointing_only_when_memory_asks():
+    shape, work = SHAPES["llama-3.2-1b"], Work(examples=64)
+    assert not choose(shape, Setup(), work, 80*GB).gradient_checkpointing
+    tight = choose(shape, Setup(), work, 40*GB)
+    assert tight.gradient_checkpointing and tight.micro_tokens >= 4096 and "with gradient checkpointing" in tight.why
+
+
+# ---- what training asks ----
+
+@pytest.fixture
+def tiny():
+    from transformers import AutoConfig
+    return AutoConfig.for_model("llama", vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("stage", [Stage1, Stage2])
+@pytest.mark.parametrize("precision", ["auto", "fp32", "fp64", "pure_bf16"])
+def test_a_run_on_a_cpu_keeps_its_micro_batches(stage, precision, tiny):
+    plan = plan_for(stage(precision=precision, max_length=64, global_batch=8), tiny)
+    assert (plan.micro_tokens, plan.gradient_checkpointing) == (planning.ON_CPU[stage.__name__.lower()], False)
+
+
+@pytest.mark.parametrize("stage", [Stage1, Stage2])
+@pytest.mark.parametrize("asked, checkpointing", [("always", True), ("never", False), ("auto", False)])
+def test_what_the_user_says_stands(stage, asked, checkpointing, tiny):
+    plan = plan_for(stage(micro_tokens=300, gradient_checkpointing=asked), tiny)
+    assert (plan.micro_tokens, plan.gradient_checkpointing) == (300, checkpointing)
+
+
+def test_short_memory_makes_smaller_pieces_or_says_so(tiny, monkeypatch):
+    monkeypatch.setattr(planning, "free_memory", lambda device: 11e6)
+    assert plan_for(Stage1(max_length=64), tiny).micro_tokens < planning.ON_CPU["stage1"]
+    assert plan_for(Stage1(max_length=64, micro_tokens=1024), tiny).gradient_checkpointing
+    assert not plan_for(Stage2(max_length=64, micro_tokens=256), tiny).gradient_checkpointing # GradCache recomputes already
+    monkeypatch.setattr(planning, "free_memory", lambda device: 1e6)
+    with pytest.raises(ValueError, match="stage1 does not fit: it needs"): plan_for(Stage1(max_length=64), tiny)
+
+
+def test_an_unknown_architecture_is_run_unplanned():
+    from transformers import AutoConfig
+    plan = plan_for(Stage1(), AutoConfig.for_model("gpt2"))
+    assert plan.micro_tokens == planning.ON_CPU["stage1"] and "unplanned" in plan.why
+
+
+def test_the_planner_loads_no_heavy_library():
+    code = "import sys; from anchor_nb.training.memory import report, table; table(report('llama-3.1-8b', 8)); print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,219 @@
+"Invariants of a training run: ranks, micro-batches, kills and time leave its trajectory alone."
+import json
+import random
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anchor_nb.core.recipe import Stage1, Stage2
+from anchor_nb.training.trainer import checkpoints
+from common import (STAGES, assert_same_trajectory, check_pinned, interrupted, recipe, rows, run, start,
+                    stop_after)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_two_processes_are_one(name, tmp_path):
+    "Ten steps in double precision: packed micro-batches, LoRA, cached gradients, negatives from the other rank."
+    stage, settings = STAGES[name]
+    settings = dict(settings, precision="fp64")
+    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
+    run(recipe(stage, tmp_path/"two", micro_tokens=150, processes=2, **settings))
+    assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"two"), 1e-6)
+    one, two = [load_file(tmp_path/which/"model"/"model.safetensors") for which in ("one", "two")]
+    assert max((one[k] - two[k]).abs().max().item() for k in one) < 1e-6
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_how_does_not_change_what(name, tmp_path):
+    "Batches prepared by other processes, and activations computed twice, leave the trajectory alone."
+    stage, settings = STAGES[name]
+    hows = dict(plain={}, prepared=dict(workers=2, gradient_checkpointing="always", micro_tokens=10_000), both=dict(processes=2, workers=1, gradient_checkpointing="always", micro_tokens=10_000))
+    for how, extra in hows.items(): run(recipe(stage, tmp_path/how, steps=4, precision="fp64", **settings | extra))
+    for how in ("prepared", "both"): assert_same_trajectory(rows(tmp_path/"plain"), rows(tmp_path/how), 1e-9)
+
+
+def test_nothing_is_recomputed_twice(tmp_path):
+    "Checkpointing and GradCache together are refused."
+    from anchor_nb.training.trainer import train
+    with pytest.raises(ValueError, match="would both recompute"): train(recipe(Stage2, tmp_path/"run", micro_tokens=60, gradient_checkpointing="always"))
+
+
+def test_sharding_by_another_way_is_refused(tmp_path, monkeypatch):
+    from anchor_nb.training.trainer import train
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="sharding=fsdp2"): train(recipe(Stage1, tmp_path/"run"))
+
+
+def test_eight_bit_optimizer_states(tmp_path):
+    "They learn, and their states are small; without the package the error says what to install."
+    from anchor_nb.training.trainer import train
+    settings = recipe(Stage1, tmp_path/"run", steps=10, optimizer="adamw_8bit")
+    if not find_spec("bitsandbytes"):
+        with pytest.raises(ValueError, match=r"pip install anchor_nb\[8bit\]"): train(settings)
+        pytest.skip("bitsandbytes is not installed")
+    train(settings)
+    found = rows(tmp_path/"run")
+    assert found[-1]["loss"] < found[0]["loss"] - 0.3
+
+
+@pytest.mark.parametrize("name, settings", [("stage1", {}), ("stage2", dict(micro_tokens=10_000)), ("stage2", dict(processes=2, micro_tokens=150))], ids=["stage1", "stage2", "stage2-two-processes-cached"])
+def test_killed_run_is_the_uninterrupted_run(name, settings, tmp_path):
+    "SIGKILL at a random step, the same command again: the same bits. Dropout is on in stage II."
+    wanted = random.randint(3, 12)
+    print("killed after row", wanted)
+    kill = lambda settings: stop_after(wanted, start(settings), tmp_path/"killed")
+    interrupted(STAGES[name][0], STAGES[name][1] | settings, tmp_path, kill)
+
+
+KILL_IN_SAVE = """
+import os, signal
+import anchor_nb.training.trainer as training
+def die(part, final):
+    if final.name == "checkpoint-6": os.kill(os.getpid(), signal.SIGKILL)
+    return original(part, final)
+original, training.replace_folder = training.replace_folder, die
+"""
+
+
+def test_kill_while_a_checkpoint_is_written(tmp_path):
+    "The half-written folder is not resumed from, and does not stay."
+    def kill(settings):
+        process = start(settings, before=KILL_IN_SAVE)
+        process.communicate(timeout=300)
+        assert process.returncode == -signal.SIGKILL
+        assert [p.name for p in checkpoints(tmp_path/"killed")] == ["checkpoint-2", "checkpoint-4"] and (tmp_path/"killed"/".writing"/"checkpoint-6").exists()
+    interrupted(*STAGES["stage1"], tmp_path, kill)
+
+
+def test_one_process_uses_one_gpu(tmp_path, monkeypatch):
+    "More than one would be nn.DataParallel, which cuts packed batches apart."
+    from transformers import TrainingArguments
+    from anchor_nb.training.trainer import training_arguments
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 8)))
+    assert training_arguments(recipe(Stage1, tmp_path)).n_gpu <= 1
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_pinned_trajectory(name, tmp_path):
+    "Twenty steps of the tiny model have not changed since the file was written (delete its entry to write it anew)."
+    stage, settings = STAGES[name]
+    run(recipe(stage, tmp_path/name, steps=20, precision="fp64", **settings))
+    found = [row["loss"] for row in rows(tmp_path/name)]
+    check_pinned("training", name, found, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [Stage1, Stage2])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_every_schedule_reaches_its_peak(stage, schedule, tmp_path):
+    "Whatever the number of steps, where nothing is said of a warm-up; the paper's runs keep its 300 steps."
+    from transformers import get_scheduler
+    from anchor_nb.training.trainer import training_arguments
+    for steps in (1, 2, 30, 100, 299, 300, 301, stage.steps, 3*stage.steps):
+        args = training_arguments(stage(out=str(tmp_path), steps=steps, schedule=schedule))
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
+        rates = [args.learning_rate*scheduler.lr_lambdas[0](step) for step in range(steps)]
+        assert max(rates) == pytest.approx(args.learning_rate), steps
+        assert steps < stage.steps or args.warmup_steps == 300
+
+
+def test_a_warm_up_that_does_not_end_is_said(tmp_path):
+    "Where a preset's 300 steps meet fewer steps of one's own."
+    from anchor_nb.training.trainer import check_inputs
+    with pytest.warns(UserWarning, match="warmup_steps=300 does not end within steps=100, .*warmup_steps=-1"):
+        check_inputs(recipe(Stage1, tmp_path, steps=100, warmup_steps=300))
+
+
+def test_a_run_keeps_the_precision_it_began_with(tmp_path, monkeypatch):
+    "Begun with auto where a trial finds bf16 faster, it goes on in bf16 where none is made, and its facts say so."
+    from anchor_nb.training import trainer as training
+    from anchor_nb.training.trainer import AnchorTrainer, train
+    settings = recipe(Stage1, tmp_path/"run", steps=4, save_steps=2)
+    assert settings.precision == "auto"
+    def die(self, *args, before=AnchorTrainer.training_step, **kwargs):
+        if self.state.global_step == 3: raise KeyboardInterrupt
+        return before(self, *args, **kwargs)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "auto_precision", lambda config: ("bf16", "it was faster"))
+        patch.setattr(AnchorTrainer, "training_step", die)
+        train(settings)
+    monkeypatch.setattr(training, "auto_precision", lambda config: pytest.fail("decided again"))
+    assert train(settings)["precision"] == train(settings)["precision"] == "bf16" # gone on with; finished
+    train(recipe(Stage1, tmp_path/"asked", steps=4, precision="bf16"))
+    assert rows(tmp_path/"run") == rows(tmp_path/"asked")
+
+
+def test_a_tiny_model_stays_with_fp32_and_nothing_is_tried(tmp_path, monkeypatch, capsys):
+    from anchor_nb.training import precision
+    from anchor_nb.training.trainer import train
+    monkeypatch.setattr(precision, "trial", lambda *asked: pytest.fail("tried"))
+    facts = train(recipe(Stage1, tmp_path/"run", steps=2, warmup_steps=1))
+    layout = json.loads((tmp_path/"run"/"model"/"anchor_nb.json").read_text())
+    assert facts["precision"] == layout["recipe"]["precision"] == "fp32"
+    assert "precision: fp32, since the model is too small" in capsys.readouterr().out
+
+
+def assert_changes(stage, usual, switch, tmp_path):
+    "The runs with and without a switch differ."
+    from anchor_nb.training.trainer import train
+    train(recipe(stage, tmp_path/"usual", **usual))
+    train(recipe(stage, tmp_path/"switched", **usual | switch))
+    assert [row["loss"] for row in rows(tmp_path/"usual")] != [row["loss"] for row in rows(tmp_path/"switched")]
+
+
+SEQUENCE = dict(decode_from="sequence")
+SWITCHES1 = [({}, dict(truncation="cut_eos")), ({}, dict(target_eos=False)), ({}, SEQUENCE), (SEQUENCE, dict(target_template=True)), (SEQUENCE, dict(hide_template=True)),
+             ({}, dict(schedule_steps=100)), ({}, dict(schedule="constant")), ({}, dict(precision="pure_bf16")), ({}, dict(alpha=0.8)), ({}, dict(anchor_scale=0.1)), ({}, dict(anchor_norm=False)), ({}, dict(weight_decay=0.5)),
+             ({}, dict(template="plain")), ({}, dict(eos="<|endoftext|>")), ({}, dict(instruction_format="{instruction}: {text}")), ({}, dict(instructions="none")), ({}, dict(seed=1))]
+
+
+@pytest.mark.parametrize("usual, switch", SWITCHES1, ids=[str(switch) for _, switch in SWITCHES1])
+def test_every_switch_of_stage1_changes_the_run(usual, switch, tmp_path):
+    "A switch that leaves the trajectory alone is not wired."
+    (tmp_path/"instructions.yaml").write_text("toy: Find the text\n")
+    assert_changes(Stage1, dict(steps=5, max_length=24, instructions=str(tmp_path/"instructions.yaml")) | usual, switch, tmp_path)
+
+
+@pytest.mark.parametrize("switch", [dict(temperature=0.02), dict(mask_false_negatives=False), dict(lora_dropout=0.05), dict(lora_rank=4), dict(lora_alpha=8), dict(negatives=0)], ids=str)
+def test_every_switch_of_stage2_changes_the_run(switch, tmp_path):
+    assert_changes(Stage2, dict(steps=4, global_batch=64, negatives=2, micro_tokens=10_000), switch, tmp_path)
+
+
+def test_stage1_learns(tmp_path):
+    "The loss of both directions falls."
+    from anchor_nb.training.trainer import train
+    train(recipe(Stage1, tmp_path/"run", steps=40))
+    found = rows(tmp_path/"run")
+    for name in ("loss_q2d", "loss_d2q"): assert found[-1][name] < found[0][name] - 1
+
+
+def test_tracker_by_name(tmp_path, monkeypatch):
+    "TensorBoard finds each step once, though the run was stopped after step 5 and went on from step 4."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from anchor_nb.training.trainer import train
+    settings = recipe(Stage1, tmp_path/"run", steps=6, save_steps=2, trackers=["tensorboard"])
+    from anchor_nb.training.trainer import AnchorTrainer
+    def die(self, *args, before=AnchorTrainer.training_step, **kwargs):
+        if self.state.global_step == 5: raise KeyboardInterrupt
+        return before(self, *args, **kwargs)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(AnchorTrainer, "training_step", die)
+        train(settings)
+    train(settings)
+    events = EventAccumulator(str(tmp_path/"run"/"tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss_q2d")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_paper_and_authors_presets_differ_where_the_notes_say():
+    from anchor_nb.core.presets import preset
+    ours, theirs = [Stage1(**preset(name, "stage1")) for name in ("paper", "authors-code")]
+    assert (theirs.truncation, theirs.decode_from, theirs.target_eos, theirs.hide_template) == ("cut_eos", "sequence", False, True)
+    assert (ours.steps, ours.learning_rate, ours.global_batch, ours.warmup_steps, ours.alpha) == (2000, 4e-5, 512, 300, 0.2)
+    ours, theirs = [Stage2(**preset(name, "stage2")) for name in ("paper", "authors-code")]
+    assert (ours.temperature, theirs.temperature) == (0.05, 0.02)
+    assert (ours.steps, ours.learning_rate, ours.lora_rank, ours.global_batch) == (1000, 2e-4, 16, 512)
