@@ -21,7 +21,8 @@ PHONE, DESK = (390, 844), (1280, 800)  # width and height in CSS pixels
 
 def find_chromium():
     "Path of the system's Chromium ($ANCHOR_NB_CHROMIUM first), or an empty string."
-    return next((path for name in (os.environ.get("ANCHOR_NB_CHROMIUM", ""), *NAMES) if name and (path := shutil.which(name))), "")
+    return next((path for name in (os.environ.get("ANCHOR_NB_CHROMIUM", ""), *NAMES)
+                 if name and (path := shutil.which(name))), "")
 
 
 def no_browser(why):
@@ -35,9 +36,12 @@ def launched(**options):
     "A Playwright browser on the system's Chromium; nothing is downloaded."
     try: from playwright.sync_api import sync_playwright
     except ModuleNotFoundError: no_browser("playwright is not installed: pip install playwright")
-    if not (executable := find_chromium()): no_browser("no Chromium was found: install chromium, or set ANCHOR_NB_CHROMIUM to its path")
+    if not (executable := find_chromium()):
+        no_browser("no Chromium was found: install chromium, or set ANCHOR_NB_CHROMIUM to its path")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"], **options)
+        browser = playwright.chromium.launch(executable_path=executable,
+                                             args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"],
+                                             **options)
         try: yield browser
         finally: browser.close()
 
@@ -49,24 +53,30 @@ def chromium():
 
 def is_local(url):
     parts = urlsplit(url)
-    return parts.scheme in ("file", "data", "blob", "about", "chrome-extension") or parts.hostname in ("127.0.0.1", "localhost", "::1")
+    return parts.scheme in ("file", "data", "blob", "about", "chrome-extension") or parts.hostname in ("127.0.0.1",
+                                                                                                       "localhost",
+                                                                                                       "::1")
 
 
 def watch(page):
     "Collect a page's problems as strings in `page.problems`."
     page.problems = []
     note = page.problems.append
-    page.on("console", lambda message: note(f"console: {message.text} ({message.location.get('url', '')})") if message.type == "error" else None)
+    page.on("console", lambda message: note(f"console: {message.text} ({message.location.get('url', '')})")
+            if message.type == "error" else None)
     page.on("pageerror", lambda error: note(f"exception: {error}"))
     page.on("request", lambda request: None if is_local(request.url) else note(f"leaves this machine: {request.url}"))
-    page.on("requestfailed", lambda request: None if request.failure == "net::ERR_ABORTED" else note(f"failed: {request.url} ({request.failure})"))  # aborted: by the page itself
-    page.on("response", lambda response: note(f"status {response.status}: {response.url}") if response.status >= 400 else None)
+    page.on("requestfailed", lambda request: None if request.failure == "net::ERR_ABORTED"
+            else note(f"failed: {request.url} ({request.failure})"))  # aborted: by the page itself
+    page.on("response", lambda response: note(f"status {response.status}: {response.url}") if response.status >= 400
+            else None)
     return page
 
 
 def new_page(browser, url="", size=DESK, scheme="light", **options):
     "A watched page in a context of its own; scheme is light or dark."
-    context = browser.new_context(viewport=dict(width=size[0], height=size[1]), color_scheme=scheme, reduced_motion="reduce", **options)
+    context = browser.new_context(viewport=dict(width=size[0], height=size[1]), color_scheme=scheme,
+                                  reduced_motion="reduce", **options)
     context.set_default_timeout(20_000)
     page = watch(context.new_page())
     if url: page.goto(url)

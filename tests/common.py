@@ -34,7 +34,8 @@ def toy_pairs() -> str:
 
 def recipe(stage, out, **changes):
     "A run of seconds on the tiny random model."
-    usual = dict(model="tiny", data=toy_pairs(), out=str(out), steps=10, global_batch=8, warmup_steps=2, learning_rate=1e-3,
+    usual = dict(model="tiny", data=toy_pairs(), out=str(out), steps=10, global_batch=8, warmup_steps=2,
+                 learning_rate=1e-3,
                  max_length=48, micro_tokens=300, save_steps=0)
     return stage(**usual | changes)
 
@@ -42,13 +43,15 @@ def recipe(stage, out, **changes):
 def start(recipe, before="") -> subprocess.Popen:
     "Train in another process, as a script would; `before` is code to run there first."
     arguments = json.dumps([type(recipe).__name__.lower(), as_dict(recipe)])
-    return subprocess.Popen([sys.executable, "-c", before + RUN, arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([sys.executable, "-c", before + RUN, arguments], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
 
 
 def stop_after(count, process, out, number=signal.SIGKILL) -> str:
     "Send a signal when so many rows are written, or the process has ended; what it printed."
     metrics = Path(out)/"metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= count): time.sleep(0.002)
+    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= count):
+        time.sleep(0.002)
     process.send_signal(number)
     return process.communicate(timeout=300)[0] # its ranks hold the pipe until they are gone
 
@@ -70,13 +73,15 @@ STAGES = {"stage1": (Stage1, {}), "stage2": (Stage2, {"negatives": 2})}
 def assert_same_trajectory(one, other, tolerance):
     assert len(one) == len(other)
     for a, b in zip(one, other):
-        for name in ("loss", "grad_norm", "learning_rate"): assert a[name] == pytest.approx(b[name], rel=tolerance), (a["step"], name)
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert a[name] == pytest.approx(b[name], rel=tolerance), (a["step"], name)
         for name in ("tokens", "step"): assert a[name] == b[name]
 
 
 def weights(out) -> dict:
     "Every tensor below a run folder, by file and name."
-    return {(str(file.relative_to(out)), name): value for file in sorted(out.rglob("*.safetensors")) for name, value in load_file(file).items()}
+    return {(str(file.relative_to(out)), name): value for file in sorted(out.rglob("*.safetensors"))
+            for name, value in load_file(file).items()}
 
 
 def assert_same_run(one, other):
@@ -111,7 +116,8 @@ def tasks(build):
     for query in queries:
         judged = build(st.dictionaries(st.sampled_from(documents), st.integers(0, 3), max_size=5))
         qrels[query] = judged | {build(st.sampled_from(documents)): build(st.integers(1, 3))}
-    return Retrieval("generated", "", {d: f"{build(text)} {d}" for d in documents}, {q: build(text) for q in queries}, qrels) # no two alike: ties go by the last bit
+    return Retrieval("generated", "", {d: f"{build(text)} {d}" for d in documents}, {q: build(text) for q in queries},
+                     qrels) # no two alike: ties go by the last bit
 
 
 def shuffle(task, seed):
@@ -120,7 +126,8 @@ def shuffle(task, seed):
         items = list(d.items())
         random.Random(seed).shuffle(items)
         return dict(items)
-    return Retrieval(task.name, task.instruction, mixed(task.corpus), mixed(task.queries), {q: mixed(j) for q, j in mixed(task.qrels).items()})
+    return Retrieval(task.name, task.instruction, mixed(task.corpus), mixed(task.queries),
+                     {q: mixed(j) for q, j in mixed(task.qrels).items()})
 
 
 PINNED = Path(__file__).with_name("pinned.json")

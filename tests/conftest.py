@@ -10,10 +10,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
-LITTER = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__", ".ipynb_checkpoints", ".pytest_cache", ".hypothesis", "_docs", "_proc*")
+LITTER = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__",
+                                ".ipynb_checkpoints", ".pytest_cache", ".hypothesis", "_docs", "_proc*")
 
 
-LONG = dict(slurm="needs a Slurm cluster, which tests/slurm/setup.sh makes; set ANCHOR_NB_SLURM=1", soak="takes many minutes; set ANCHOR_NB_SOAK=1")
+LONG = dict(slurm="needs a Slurm cluster, which tests/slurm/setup.sh makes; set ANCHOR_NB_SLURM=1",
+            soak="takes many minutes; set ANCHOR_NB_SOAK=1")
 
 
 def pytest_configure(config):
@@ -23,7 +25,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         for name in LONG:
-            if item.get_closest_marker(name) and os.environ.get(f"ANCHOR_NB_{name.upper()}") != "1": item.add_marker(pytest.mark.skip(reason=LONG[name]))
+            if item.get_closest_marker(name) and os.environ.get(f"ANCHOR_NB_{name.upper()}") != "1":
+                item.add_marker(pytest.mark.skip(reason=LONG[name]))
 
 
 @pytest.fixture(scope="session")

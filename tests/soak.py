@@ -27,7 +27,8 @@ from anchor_nb.runs.checkpoints import checkpoints, number_of
 from common import recipe, rows
 
 STAGES = {"stage1": (Stage1, {}), "stage2": (Stage2, dict(negatives=2, lora_dropout=0.1))}
-FRESH = multiprocessing.get_context("forkserver") # a process that has imported everything, and done nothing, forks each run
+# a process that has imported everything, and done nothing, forks each run
+FRESH = multiprocessing.get_context("forkserver")
 
 
 def training(stage, out):
@@ -79,7 +80,8 @@ def differences(one, other) -> tuple:
     a, b = [load_file(out/"model"/"model.safetensors") for out in (one, other)]
     weights = max((a[k] - b[k]).abs().max().item() for k in a) if a.keys() == b.keys() else math.inf
     a, b = rows(one), rows(other)
-    metrics = max(abs(x[k] - y[k]) for x, y in zip(a, b) for k in x) if [sorted(x) for x in a] == [sorted(y) for y in b] else math.inf
+    metrics = max(abs(x[k] - y[k]) for x, y in zip(a, b) for k in x) if [sorted(x) for x in a] == [sorted(y)
+                                                                                                   for y in b] else math.inf
     return weights, metrics
 
 
@@ -100,7 +102,8 @@ def soak(kills, seed, folder, say=print) -> dict:
             process = start(stage, out)
             if done["kills"] < min(kills, most) and kill_sometime(process, out, dice):
                 done["kills"] += 1
-                say(f"{out.name}: kill {done['kills']} after row {count(out)}, checkpoints {[c.name for c in checkpoints(out)]}", file=sys.stderr, flush=True)
+                say(f"{out.name}: kill {done['kills']} after row {count(out)}, checkpoints "
+                    f"{[c.name for c in checkpoints(out)]}", file=sys.stderr, flush=True)
                 continue
             process.join(300)
             assert process.exitcode == 0, f"{out} could not be resumed"

@@ -48,14 +48,18 @@ def content_of(file: Path) -> list: # [bytes, hash]
 
 def seal(folder: Path):
     "Write down what a finished folder holds."
-    found = {str(file.relative_to(folder)): content_of(file) for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix != ".lock" and file.name != RECORD}
+    found = {str(file.relative_to(folder)): content_of(file) for file in sorted(folder.rglob("*")) if file.is_file()
+             and file.suffix != ".lock" and file.name != RECORD}
     (folder/RECORD).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 # %% ../../nbs/core/02_files.ipynb #f33685d4
 def damage(folder: Path) -> str: # empty: there is none
     "What is wrong with a sealed folder."
-    try: record = [(name, size, digest) for name, (size, digest) in json.loads((folder/RECORD).read_text(encoding="utf-8")).items()]
-    except (OSError, ValueError, TypeError, AttributeError) as error: return f"{RECORD} cannot be read ({type(error).__name__})"
+    try:
+        record = [(name, size, digest)
+                  for name, (size, digest) in json.loads((folder/RECORD).read_text(encoding="utf-8")).items()]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"{RECORD} cannot be read ({type(error).__name__})"
     for name, size, digest in record:
         file = folder/name
         if not file.is_file(): return f"{name} is missing"
@@ -167,6 +171,10 @@ def saving(part: Path, name: str, clean: bool = True): # clean: is it this proce
     try: yield
     except Exception as error:
         if clean: shutil.rmtree(part, ignore_errors=True)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error).lower()
-        if not full and not ("PytorchStreamWriter" in str(error) and shutil.disk_usage(part.parent).free < 2**26): raise
-        raise OSError(errno.ENOSPC, f"the disk is full: {name} could not be written, and what was saved before it is as it was; free some space, or set keep_last=1, and run the same command again", str(part.parent)) from error
+        full = getattr(error, "errno", None) in (errno.ENOSPC,
+                                                 errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error).lower()
+        if not full and not ("PytorchStreamWriter" in str(error) and shutil.disk_usage(part.parent).free < 2**26):
+            raise
+        raise OSError(errno.ENOSPC, f"the disk is full: {name} could not be written, and what was saved before it is "
+                                    "as it was; free some space, or set keep_last=1, and run the same command again",
+                      str(part.parent)) from error

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['POOLING_TOKEN', 'ECHO', 'LAYOUT_FILE', 'chat_parts', 'Layout', 'resolve_layout', 'find_bos', 'check_eos',
-           'pooling_tokens', 'add_pooling_tokens', 'fit_layout', 'around', 'install_layout', 'Tokens', 'Prompt',
-           'reader_of', 'Formatter', 'format_texts', 'place_content', 'say_twice', 'save_layout', 'load_layout',
-           'load_formatter', 'recipe_layout', 'paper_instructions', 'load_instructions']
+           'pooling_tokens', 'add_pooling_tokens', 'fit_layout', 'around', 'Prompt', 'reader_of', 'Formatter',
+           'format_texts', 'place_content', 'say_twice', 'save_layout', 'load_layout', 'load_formatter',
+           'recipe_layout', 'paper_instructions', 'load_instructions']
 
 # %% ../../nbs/data/01_prompts.ipynb #2f6be8ef
 import copy
@@ -25,7 +25,9 @@ def chat_parts(tokenizer, # a transformers tokenizer with a chat template
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
     closing = tokenizer.apply_chat_template(turns[:2], tokenize=False).split(b)[1]
     between = whole.split(b)[1].split(c)[0]
-    if not between.startswith(closing): raise ValueError("the chat template always opens an assistant's turn, so a user's turn cannot be told apart; use template=plain")
+    if not between.startswith(closing):
+        raise ValueError("the chat template always opens an assistant's turn, so a user's turn cannot be told apart; "
+                         "use template=plain")
     return between.removeprefix(closing), whole.split(c)[1]
 
 # %% ../../nbs/data/01_prompts.ipynb #516a70d5
@@ -43,17 +45,20 @@ class Layout:
     document_format: str = "{text}" # how a text without an instruction is written
     pooling_tokens: int = 0   # tokens added before [EOS] to be pooled over; they are part of the tail
     echo: str = ""            # a text is said twice, with words from `ECHO`; empty: once
-    pool_bos: bool = False    # content begins at the very first token where no instruction is given, as in sentence-transformers
+    # content begins at the very first token where no instruction is given, as in sentence-transformers
+    pool_bos: bool = False
 
     def __post_init__(self):
         if self.truncation in ("keep_eos", "cut_eos"): return
-        raise ValueError(f"truncation={self.truncation!r}; choose keep_eos, which cuts the content, or cut_eos, which cuts [EOS] too")
+        raise ValueError(f"truncation={self.truncation!r}; choose keep_eos, which cuts the content, or cut_eos, which "
+                         "cuts [EOS] too")
 
 # %% ../../nbs/data/01_prompts.ipynb #b85acb8c
 def resolve_layout(tokenizer,              # a transformers tokenizer
                    template: str = "auto", # auto: chat if the tokenizer has a template, else plain
                    eos: str = "",          # force this [EOS] token
-                   bos: str | None = None, # the token in front; None: ask the tokenizer, which must be as its makers left it
+                   # the token in front; None: ask the tokenizer, which must be as its makers left it
+                   bos: str | None = None,
                    **settings,             # the other fields of `Layout`
                   ) -> Layout:
     "The layout for a tokenizer; ValueError when there is no [EOS] or no chat template where one is asked for."
@@ -70,12 +75,15 @@ def find_bos(tokenizer, head: str) -> str: # the token, or ""
     token = tokenizer.bos_token
     if not token or head.startswith(token): return ""
     if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]: return token
-    return token if head and tokenizer.apply_chat_template([dict(role="user", content="")], tokenize=False).startswith(token) else ""
+    return token if head and tokenizer.apply_chat_template([dict(role="user", content="")],
+                                                           tokenize=False).startswith(token) else ""
 
 def check_eos(tokenizer, eos) -> str: # the token itself
     "Refuse a missing [EOS], or one that is not a single token of the vocabulary."
     known = eos and len(tokenizer(eos, add_special_tokens=False)["input_ids"]) == 1
-    if not known: raise ValueError(f"[EOS] is {eos!r}, which is no single token of this tokenizer; set eos to a special token such as {list(tokenizer.added_tokens_encoder)[:4]}")
+    if not known:
+        raise ValueError(f"[EOS] is {eos!r}, which is no single token of this tokenizer; set eos to a special token "
+                         f"such as {list(tokenizer.added_tokens_encoder)[:4]}")
     return eos
 
 # %% ../../nbs/data/01_prompts.ipynb #c231b109
@@ -88,23 +96,33 @@ def pooling_tokens(count: int) -> list: # of strings
 def add_pooling_tokens(tokenizer, layout: Layout):
     "Teach a tokenizer the added tokens that it does not know yet."
     known = tokenizer.get_vocab() if layout.pooling_tokens else {}
-    if missing := [token for token in pooling_tokens(layout.pooling_tokens) if token not in known]: tokenizer.add_tokens(missing, special_tokens=True)
+    if missing := [token for token in pooling_tokens(layout.pooling_tokens) if token not in known]:
+        tokenizer.add_tokens(missing, special_tokens=True)
 
 # %% ../../nbs/data/01_prompts.ipynb #d3896ee5
-ECHO = {"rewrite": {"query": ("Rewrite the sentence: ", ", rewritten sentence: "), "document": ("Rewrite the sentence: ", ", rewritten sentence: ")},
+ECHO = {"rewrite": {"query": ("Rewrite the sentence: ", ", rewritten sentence: "), "document": ("Rewrite the sentence: "
+                                                                                                "",
+                                                                                                ", rewritten sentence: "
+                                                                                                "")},
         "retrieval": {"query": ("Query:", "\nQuery again:"), "document": ("Document:", "\nDocument again:")}}
 
 def fit_layout(layout: Layout, pooling: str = "eos", # what will be pooled
                tokens: int = 0,                      # pooling tokens; 0: as many as there are
-               echo: str = "",                       # the words around a text said twice, of `ECHO`; empty: those of the layout, else rewrite
+               # the words around a text said twice, of `ECHO`; empty: those of the layout, else rewrite
+               echo: str = "",
               ) -> Layout:
     "The layout that a pooling needs; ValueError for unknown words, and when tokens of another number are there, or would be cut off."
-    if echo and echo not in ECHO: raise ValueError(f"echo={echo!r}; choose one of {', '.join(ECHO)}")
+    if echo and echo not in ECHO:
+        raise ValueError(f"echo={echo!r}; choose one of {', '.join(ECHO)}")
     layout = replace(layout, echo=(echo or layout.echo or "rewrite") if pooling.startswith("echo") else "")
-    if layout.truncation == "cut_eos" and (tokens or layout.pooling_tokens): raise ValueError("truncation=cut_eos would cut the pooling tokens off; use keep_eos")
+    if layout.truncation == "cut_eos" and (tokens or layout.pooling_tokens):
+        raise ValueError("truncation=cut_eos would cut the pooling tokens off; use keep_eos")
     if tokens in (0, layout.pooling_tokens): return layout
-    if layout.pooling_tokens: raise ValueError(f"the checkpoint has {layout.pooling_tokens} pooling tokens, the recipe wants {tokens}; set pooling_tokens={layout.pooling_tokens}")
-    return replace(layout, tail=layout.tail.removesuffix(layout.eos) + "".join(pooling_tokens(tokens)) + layout.eos, pooling_tokens=tokens)
+    if layout.pooling_tokens:
+        raise ValueError(f"the checkpoint has {layout.pooling_tokens} pooling tokens, the recipe wants {tokens}; set "
+                         f"pooling_tokens={layout.pooling_tokens}")
+    return replace(layout, tail=layout.tail.removesuffix(layout.eos) + "".join(pooling_tokens(tokens)) + layout.eos,
+                   pooling_tokens=tokens)
 
 # %% ../../nbs/data/01_prompts.ipynb #2b02a0e3
 def around(tokenizer, layout: Layout) -> tuple: # (ids before a text, ids behind it)
@@ -114,7 +132,8 @@ def around(tokenizer, layout: Layout) -> tuple: # (ids before a text, ids behind
     raw.encode_special_tokens = False # a call with split_special_tokens leaves it on
     found = raw.encode(before + "x" + layout.tail, add_special_tokens=False)
     behind = next(k for k, (_, end) in enumerate(found.offsets) if end > len(before))
-    own_space = raw.encode("x", add_special_tokens=False).tokens[0].startswith("▁") # then the text brings the space that ends the head
+    # then the text brings the space that ends the head
+    own_space = raw.encode("x", add_special_tokens=False).tokens[0].startswith("▁")
     place = next(k for k in range(behind + 1) if k == behind or own_space and not before[found.offsets[k][0]:].strip())
     return found.ids[:place], found.ids[behind + 1:]
 
@@ -127,7 +146,8 @@ def install_layout(tokenizer,      # changed in place
     raw = tokenizer.backend_tokenizer
     raw.no_truncation(); raw.no_padding()
     parts = dict(zip(("[HEAD]", "[TAIL]"), around(tokenizer, layout)))
-    special = [dict(id=name, ids=part, tokens=[raw.id_to_token(i) for i in part]) for name, part in parts.items() if part]
+    special = [dict(id=name, ids=part, tokens=[raw.id_to_token(i) for i in part]) for name, part in parts.items()
+               if part]
     single = " ".join(["[HEAD]"]*bool(parts["[HEAD]"]) + ["$A"] + ["[TAIL]"]*bool(parts["[TAIL]"]))
     raw.post_processor = TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=special)
     tokenizer._should_update_post_processor = False
@@ -164,11 +184,15 @@ class Formatter:
                  layout: Layout):   # how a text is laid out
         self.tokenizer, self.layout = install_layout(tokenizer, layout), layout
         self.head, self.tail = [len(ids) for ids in around(tokenizer, layout)]
-        self.echo = {side: [tokenizer(part, add_special_tokens=False)["input_ids"] for part in words] for side, words in ECHO.get(layout.echo, {}).items()}
-        if layout.max_length <= self.head + self.tail: raise ValueError(f"max_length={layout.max_length} leaves no room for text: the template takes {self.head + self.tail} tokens")
+        self.echo = {side: [tokenizer(part, add_special_tokens=False)["input_ids"] for part in words]
+                     for side, words in ECHO.get(layout.echo, {}).items()}
+        if layout.max_length <= self.head + self.tail:
+            raise ValueError(f"max_length={layout.max_length} leaves no room for text: the template takes "
+                             f"{self.head + self.tail} tokens")
         self.reader = reader_of(tokenizer, layout)
 
-    def __getstate__(self): return dict(tokenizer=self.tokenizer, layout=self.layout) # a copied reader forgets what it was set to
+    def __getstate__(self):
+        return dict(tokenizer=self.tokenizer, layout=self.layout) # a copied reader forgets what it was set to
 
     def __setstate__(self, state): self.__init__(**state)
 
@@ -176,7 +200,8 @@ class Formatter:
         "The text with what is written before it, and how many characters that takes."
         text, layout = text.strip(), self.layout
         if isinstance(instruction, Prompt): return instruction + text, len(instruction)
-        joined = (layout.instruction_format if instruction else layout.document_format).format(instruction=instruction, text=text)
+        joined = (layout.instruction_format if instruction else layout.document_format).format(instruction=instruction,
+                                                                                               text=text)
         return joined, len(joined) - len(text)
 
 # %% ../../nbs/data/01_prompts.ipynb #93143fb9
@@ -189,14 +214,17 @@ def format_texts(formatter: Formatter,
     joined = [formatter.join(t, i) for t, i in zip(texts, instructions, strict=True)]
     found = formatter.reader.encode_batch([text for text, _ in joined])
     placed = [place_content(formatter, each.ids, each.offsets, skip, text) for each, (text, skip) in zip(found, joined)]
-    return [say_twice(formatter, tokens, instruction) for tokens, instruction in zip(placed, instructions)] if formatter.echo else placed
+    return [say_twice(formatter, tokens, instruction) for tokens, instruction in zip(placed,
+                                                                                     instructions)] if formatter.echo else placed
 
 def place_content(formatter, ids, offsets, skip, text) -> Tokens:
     "Find the content between head and tail; cut the end where the layout says so."
     stop = min(len(ids) - formatter.tail, formatter.layout.max_length)
-    start = 0 if formatter.layout.pool_bos and not skip else next((k for k in range(formatter.head, stop) if offsets[k][1] > skip), stop)
+    start = 0 if formatter.layout.pool_bos and not skip else next((k for k in range(formatter.head, stop)
+                                                                   if offsets[k][1] > skip), stop)
     if skip and start == stop and len(text) > skip:
-        raise ValueError(f"max_length={formatter.layout.max_length}: the instruction {text[:skip]!r} leaves no room for the text; shorten it or raise max_length")
+        raise ValueError(f"max_length={formatter.layout.max_length}: the instruction {text[:skip]!r} leaves no room "
+                         "for the text; shorten it or raise max_length")
     return Tokens(ids[:formatter.layout.max_length], start, stop, formatter.layout.pooling_tokens)
 
 def say_twice(formatter, tokens: Tokens, instruction: str) -> Tokens:
@@ -204,7 +232,8 @@ def say_twice(formatter, tokens: Tokens, instruction: str) -> Tokens:
     ask, again = formatter.echo["query" if instruction else "document"]
     head, tail = tokens.ids[:tokens.start] + ask, tokens.ids[tokens.stop:]
     room = (formatter.layout.max_length - len(head) - len(again) - len(tail)) // 2
-    if room < 1: raise ValueError(f"max_length={formatter.layout.max_length} leaves no room to say a text twice; raise it")
+    if room < 1:
+        raise ValueError(f"max_length={formatter.layout.max_length} leaves no room to say a text twice; raise it")
     text = tokens.content[:room]
     first = head + text + again
     return Tokens(first + text + tail, len(first), len(first) + len(text), tokens.pooled)
@@ -217,7 +246,8 @@ LAYOUT_FILE = "anchor_nb.json"
 def save_layout(folder, layout: Layout, **facts) -> Path:
     "Write `anchor_nb.json`: the layout and further facts of the embedder."
     path = Path(folder)/LAYOUT_FILE
-    path.write_text(json.dumps(dict(layout=asdict(layout), **facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(dict(layout=asdict(layout), **facts), indent=1, ensure_ascii=False) + "\n",
+                    encoding="utf-8")
     return path
 
 def load_layout(folder, **changes): # -> a `Layout`, or None for a plain language model
@@ -240,10 +270,13 @@ def load_formatter(folder: str,      # model folder or hub id
 def recipe_layout(tokenizer, stored: Layout | None, # what the checkpoint says
                   recipe) -> Layout:
     "The layout of a training run."
-    wanted = dict(instruction_format=recipe.instruction_format, max_length=recipe.max_length, truncation=recipe.truncation)
+    wanted = dict(instruction_format=recipe.instruction_format, max_length=recipe.max_length,
+                  truncation=recipe.truncation)
     fits = stored and recipe.template in ("auto", stored.template) and recipe.eos in ("", stored.eos)
-    layout = replace(stored, **wanted) if fits else resolve_layout(tokenizer, recipe.template, recipe.eos, stored and stored.bos, **wanted)
-    return fit_layout(layout, recipe.pooling, recipe.pooling_tokens or (stored.pooling_tokens if stored else 0), recipe.echo)
+    layout = replace(stored, **wanted) if fits else resolve_layout(tokenizer, recipe.template, recipe.eos,
+                                                                   stored and stored.bos, **wanted)
+    return fit_layout(layout, recipe.pooling, recipe.pooling_tokens or (stored.pooling_tokens if stored else 0),
+                      recipe.echo)
 
 # %% ../../nbs/data/01_prompts.ipynb #3b1fd7f8
 def paper_instructions() -> dict: # dataset -> list of instructions
@@ -255,7 +288,9 @@ def load_instructions(source: str, # paper, none, or a YAML file of name: instru
     "The instructions of every dataset; ValueError when the file is none of the three."
     if source in ("paper", "none"): return paper_instructions() if source == "paper" else None
     import yaml
-    if not Path(source).is_file(): raise ValueError(f"instructions={source!r} is neither paper nor none nor a file")
+    if not Path(source).is_file():
+        raise ValueError(f"instructions={source!r} is neither paper nor none nor a file")
     table = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-    if not isinstance(table, dict): raise ValueError(f"{source}: write one `dataset: instruction` a line")
+    if not isinstance(table, dict):
+        raise ValueError(f"{source}: write one `dataset: instruction` a line")
     return {name: [value] if isinstance(value, str) else list(value) for name, value in table.items()}

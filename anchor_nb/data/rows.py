@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'NEGATIVE', 'FEATURES', 'SCRIPT', 'ROWS_OF', 'E5_FILES', 'pick_field', 'as_text', 'check_whole',
-           'as_texts', 'is_number', 'teacher_scores', 'query_instruction', 'document_instruction', 'parse_row',
-           'how_to_read', 'read_lines', 'read_table', 'open_table', 'parsed', 'find_sources', 'missing_files',
-           'file_hash', 'digest', 'known_digest', 'content_hash', 'files_below', 'hidden', 'parser_version',
-           'load_source', 'load_pairs', 'Batch', 'generator', 'permutation', 'Batches', 'check_sizes', 'Example',
-           'rotate', 'deal', 'characters', 'examples', 'strangers']
+           'as_texts', 'query_instruction', 'document_instruction', 'parse_row', 'how_to_read', 'read_lines',
+           'read_table', 'open_table', 'parsed', 'find_sources', 'missing_files', 'file_hash', 'digest', 'known_digest',
+           'content_hash', 'files_below', 'hidden', 'parser_version', 'load_source', 'load_pairs', 'Batch', 'generator',
+           'permutation', 'Batches', 'Example', 'rotate', 'examples', 'strangers']
 
 # %% ../../nbs/data/03_rows.ipynb #ac7e4b4a
 import hashlib, json, math, os, re, shutil, time, warnings
@@ -23,14 +22,17 @@ from ..core.files import RECORD, damage, seal
 QUERY = ("query", "anchor", "question", "sentence1")          # names of the query, first found wins
 POSITIVE = ("positive", "pos", "positives", "answer", "document", "sentence2")
 NEGATIVE = re.compile(r"neg|negatives?|negative_\d+")
-FEATURES = ("query", "positives", "negatives", "instruction", "document_instruction", "positive_scores", "negative_scores")
+FEATURES = ("query", "positives", "negatives", "instruction", "document_instruction", "positive_scores",
+            "negative_scores")
 
 def pick_field(raw: dict,   # a row as read
                names: tuple, # the names it may have
               ) -> str:      # the one it has
     "The name under which a row holds something; ValueError listing the names that would do."
     found = next((name for name in names if raw.get(name) is not None), None)
-    if found is None: raise ValueError(f"field {names[0]!r} is missing; the row has {sorted(raw)}, and one of {', '.join(names)} is needed")
+    if found is None:
+        raise ValueError(f"field {names[0]!r} is missing; the row has {sorted(raw)}, and one of {', '.join(names)} is "
+                         "needed")
     return found
 
 # %% ../../nbs/data/03_rows.ipynb #8e9fd8fb
@@ -40,7 +42,8 @@ def as_text(value, field: str) -> tuple: # (instruction, text); None for the ins
     instruction, text = value if pair else (None, value)
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is {type(text).__name__}, not text; write it as a string")
-    if not text.strip(): raise ValueError(f"field {field!r} is empty; remove the row or fill it")
+    if not text.strip():
+        raise ValueError(f"field {field!r} is empty; remove the row or fill it")
     for part in (instruction or "", text): check_whole(part, field)
     return instruction and instruction.strip(), text
 
@@ -64,17 +67,23 @@ def is_number(value) -> bool:
     try: return math.isfinite(value)
     except OverflowError: return False # an integer of some hundred digits
 
-def teacher_scores(raw: dict, positives: int, negatives: int) -> tuple: # (a number for each positive, one for each negative); both empty where the row has none
+def teacher_scores(raw: dict, positives: int,
+                   # (a number for each positive, one for each negative); both empty where the row has none
+                   negatives: int) -> tuple:
     "A teacher's scores of a row's texts; ValueError names the field that does not fit."
     taken = lambda *names: next(((name, raw[name]) for name in names if raw.get(name) not in (None, [])), None)
     sides = taken("positive_scores", "pos_scores"), taken("negative_scores", "neg_scores")
     if scores := taken("scores"):
-        if not isinstance(scores[1], (list, tuple)) or positives != 1: raise ValueError("field 'scores' must list the positive's score and then each negative's; give positive_scores and negative_scores where there are several positives")
+        if not isinstance(scores[1], (list, tuple)) or positives != 1:
+            raise ValueError("field 'scores' must list the positive's score and then each negative's; give "
+                             "positive_scores and negative_scores where there are several positives")
         sides = ("scores", scores[1][:1]), ("scores", scores[1][1:])
     if not any(sides): return [], []
     for side, count, kind in zip(sides, (positives, negatives), ("positive", "negative")):
         name, values = side or (f"{kind}_scores", [])
-        if not isinstance(values, (list, tuple)) or len(values) != count: raise ValueError(f"field {name!r} has {len(values) if isinstance(values, (list, tuple)) else 'no list of'} numbers for {count} {kind}s; give each text one")
+        if not isinstance(values, (list, tuple)) or len(values) != count:
+            raise ValueError(f"field {name!r} has {len(values) if isinstance(values, (list, tuple)) else 'no list of'} "
+                             f"numbers for {count} {kind}s; give each text one")
         for k, value in enumerate(values):
             if not is_number(value):
                 raise ValueError(f"field '{name}[{k}]' holds something that is no finite number: {str(value)[:40]}; "
@@ -112,14 +121,18 @@ def document_instruction(documents: dict) -> str: # documents: field -> list of 
 def parse_row(raw: dict, # a row as read from a file or a dataset
              ) -> dict:  # the fields of `FEATURES`
     "A row in the common form; ValueError names the field and the fix."
-    if not isinstance(raw, dict): raise ValueError(f"the row is {type(raw).__name__}, not an object; write {{\"query\": ..., \"positive\": ...}}")
+    if not isinstance(raw, dict):
+        raise ValueError(f"the row is {type(raw).__name__}, not an object; write {{\"query\": ..., \"positive\": ...}}")
     name = pick_field(raw, QUERY)
-    if graded := [field for field in ("score", "label") if raw.get(field) is not None]: raise ValueError(f"field {graded[0]!r} grades the pair, and only pairs that belong together can be trained on; take the others out, and the field")
+    if graded := [field for field in ("score", "label") if raw.get(field) is not None]:
+        raise ValueError(f"field {graded[0]!r} grades the pair, and only pairs that belong together can be trained on; "
+                         "take the others out, and the field")
     said, query = as_text(raw[name], name)
     instruction = query_instruction(raw, name, said)
     name = pick_field(raw, POSITIVE)
     positives = as_texts(raw[name], name)
-    if not positives: raise ValueError(f"field {name!r} is an empty list; give at least one text")
+    if not positives:
+        raise ValueError(f"field {name!r} is an empty list; give at least one text")
     keys = sorted(filter(NEGATIVE.fullmatch, raw), key=lambda key: (len(key), key)) # negative_2 before negative_10
     others = {key: as_texts(raw[key], key) for key in keys if raw[key] is not None}
     negatives = [pair for pairs in others.values() for pair in pairs]
@@ -160,7 +173,8 @@ def read_lines(path) -> Iterator: # of (place, row as read)
                 what = f"no valid JSON ({error.msg} at column {error.colno})"
                 raise ValueError(f"{path}, line {number}: {what}; {fix}") from None
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: no UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from None
+                raise ValueError(f"{path}, line {number}: no UTF-8 ({error.reason} at byte {error.start}); save the "
+                                 "file as UTF-8") from None
             except RecursionError:
                 raise ValueError(f"{path}, line {number}: JSON that is nested too deeply to be read; "
                                  "take the field out that holds it") from None
@@ -190,10 +204,12 @@ def parsed(source: str) -> Iterator: # of rows in the common form
     read = read_lines if source.endswith((".jsonl", ".json")) else read_table
     for place, raw in read(source):
         try: yield parse_row(raw)
-        except ValueError as error: raise ValueError(f"{place}, {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{place}, {error}") from None
 
 # %% ../../nbs/data/03_rows.ipynb #ee4249b1
-E5_FILES = ("allnli", "dureader", "eli5_question_answer", "fever", "hotpot_qa", "miracl", "mrtydi", "nq", "msmarco_passage",
+E5_FILES = ("allnli", "dureader", "eli5_question_answer", "fever", "hotpot_qa", "miracl", "mrtydi", "nq",
+            "msmarco_passage",
             "msmarco_document", "quora_duplicates", "squad", "t2ranking", "trivia_qa")
 
 def find_sources(data: str, # a folder, a file, or a dataset id
@@ -205,15 +221,20 @@ def find_sources(data: str, # a folder, a file, or a dataset id
         if path.suffix in (".jsonl", ".json", ".parquet"): return {path.stem: str(path)}
         fix = how_to_read(path) or "write one JSON object a line, and name the file .jsonl"
         raise ValueError(f"{path} is neither JSONL nor parquet; {fix}")
-    if not path.is_dir(): raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet files, or hf:org/name for a dataset of the hub")
+    if not path.is_dir():
+        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet "
+                                "files, or hf:org/name for a dataset of the hub")
     if (path/"state.json").is_file(): return {path.name: str(path)}
     files = sorted([*path.glob("*.jsonl"), *path.glob("*.parquet")], key=lambda file: file.stem)
     for file in sorted(path.iterdir()):
         if fix := how_to_read(file) if file.is_file() else "":
             raise ValueError(f"{file} is neither JSONL nor parquet, so its rows would not be read; "
                              f"take it out of the folder, or first make JSONL of it: {fix}")
-    if not files: raise FileNotFoundError(f"{path} holds no .jsonl or .parquet file; put one file a dataset there")
-    if len(names := {file.stem for file in files}) < len(files): raise ValueError(f"{path} holds two files of one name ({len(files)} files, {len(names)} names); a dataset is named after its file, so rename one")
+    if not files:
+        raise FileNotFoundError(f"{path} holds no .jsonl or .parquet file; put one file a dataset there")
+    if len(names := {file.stem for file in files}) < len(files):
+        raise ValueError(f"{path} holds two files of one name ({len(files)} files, {len(names)} names); a dataset is "
+                         "named after its file, so rename one")
     return {file.stem: str(file) for file in files}
 
 def missing_files(names) -> list: # names of absent files
@@ -225,7 +246,8 @@ def file_hash(path) -> str: # sha256
     "The sha256 of a file's content."
     about = os.stat(path)
     if time.time() - about.st_ctime < 2: return digest(path) # its next change might leave the same time
-    return known_digest(str(Path(path).resolve()), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+    return known_digest(str(Path(path).resolve()), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns,
+                        about.st_ctime_ns)
 
 def digest(path) -> str: # sha256
     "The sha256 of a file's content, read now."
@@ -269,26 +291,35 @@ def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the col
     "One dataset as an Arrow table; ValueError from the first faulty row. A damaged cache is built anew, with a warning."
     import datasets
     from filelock import FileLock
-    if next(parsed(source), None) is None: raise ValueError(f"{source} holds no row; fill it or take it out of the folder")
+    if next(parsed(source), None) is None:
+        raise ValueError(f"{source} holds no row; fill it or take it out of the folder")
     texts, text = datasets.Sequence(datasets.Value("string")), datasets.Value("string")
     numbers = datasets.Sequence(datasets.Value("float64"))
-    features = datasets.Features(query=text, positives=texts, negatives=texts, instruction=text, document_instruction=text, positive_scores=numbers, negative_scores=numbers)
+    features = datasets.Features(query=text, positives=texts, negatives=texts, instruction=text,
+                                 document_instruction=text, positive_scores=numbers, negative_scores=numbers)
     about = dict(source=source, content=content_hash(source), parser=parser_version())
-    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE)/"anchor_nb"/hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+    folder = (((((((((((((Path(cache_dir
+                               or datasets.config.HF_DATASETS_CACHE)/"anchor_nb"/hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32])))))))))))))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if folder.exists() and (wrong := damage(folder)):
-            if (folder/RECORD).exists(): warnings.warn(f"the cached table of {source} is damaged and is built anew: {wrong}")
+            if (folder/RECORD).exists():
+                warnings.warn(f"the cached table of {source} is damaged and is built anew: {wrong}")
             shutil.rmtree(folder)
-        try: table = datasets.Dataset.from_generator(lambda source, content, parser: parsed(source), features=features, cache_dir=str(folder), gen_kwargs=about)
-        except datasets.exceptions.DatasetGenerationError as error: raise error.__cause__ or error from None
+        try:
+            table = datasets.Dataset.from_generator(lambda source, content, parser: parsed(source), features=features,
+                                                    cache_dir=str(folder), gen_kwargs=about)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None
         if not (folder/RECORD).exists(): seal(folder)
     return table
 
 def load_pairs(data: str, cache_dir=None) -> dict: # dataset name -> datasets.Dataset
     "All datasets of a folder, file or id."
     sources = find_sources(data)
-    if missing := missing_files(sources): warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are not there and are left out: {', '.join(missing)}")
+    if missing := missing_files(sources):
+        warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are not there and are left out: "
+                      f"{', '.join(missing)}")
     return {name: load_source(source, cache_dir) for name, source in sources.items()}
 
 # %% ../../nbs/data/03_rows.ipynb #e68724bf
@@ -332,11 +363,14 @@ class Batches:
 # %% ../../nbs/data/03_rows.ipynb #a24aa3b3
 def check_sizes(sizes: dict, batch: int, ratios: dict):
     "Refuse a batch larger than a dataset, unknown names in `ratios`, and ratios that leave nothing."
-    if unknown := sorted(set(ratios) - set(sizes)): raise ValueError(f"ratios names unknown datasets {', '.join(unknown)}; there are {', '.join(sorted(sizes))}")
+    if unknown := sorted(set(ratios) - set(sizes)):
+        raise ValueError(f"ratios names unknown datasets {', '.join(unknown)}; there are {', '.join(sorted(sizes))}")
     used = {name: rows for name, rows in sizes.items() if ratios.get(name, 1) > 0}
-    if not used: raise ValueError("ratios leaves no dataset to draw from; give at least one a weight over 0")
+    if not used:
+        raise ValueError("ratios leaves no dataset to draw from; give at least one a weight over 0")
     if small := [f"{name} ({rows} rows)" for name, rows in used.items() if rows < batch]:
-        raise ValueError(f"global_batch={batch} is larger than {', '.join(small)}; lower global_batch, or set the dataset's ratio to 0")
+        raise ValueError(f"global_batch={batch} is larger than {', '.join(small)}; lower global_batch, or set the "
+                         "dataset's ratio to 0")
 
 # %% ../../nbs/data/03_rows.ipynb #261f5430
 class Example(NamedTuple):
@@ -375,9 +409,11 @@ def examples(table,             # datasets.Dataset of the batch's dataset
     own = (instructions or {}).get(batch.dataset, [""])
     choose = lambda row, number: "" if instructions is None else row["instruction"] or own[number % len(own)]
     rows = batch.rows.tolist()
-    found = [Example(row["query"], *rotate(row["positives"], batch.epoch, 1), rotate(row["negatives"], batch.epoch, negatives),
+    found = [Example(row["query"], *rotate(row["positives"], batch.epoch, 1), rotate(row["negatives"], batch.epoch,
+                                                                                     negatives),
                      choose(row, number), row["document_instruction"],
-                     (*rotate(row["positive_scores"], batch.epoch, 1), *rotate(row["negative_scores"], batch.epoch, negatives)))
+                     (*rotate(row["positive_scores"], batch.epoch, 1), *rotate(row["negative_scores"], batch.epoch,
+                                                                               negatives)))
              for number, row in zip(rows, table.select(rows))]
     return found if ranks == 1 else [found[n] for n in deal([characters(e, most) for e in found], rank, ranks)]
 
@@ -387,7 +423,8 @@ def strangers(table, # datasets.Dataset with the columns of `load_source`
              ):      # -> datasets.Dataset
     "Every query with the documents of another row; ValueError for a table of one row."
     import datasets
-    if len(table) < 2: raise ValueError("pairing=strangers needs two rows at least")
+    if len(table) < 2:
+        raise ValueError("pairing=strangers needs two rows at least")
     shift = int(generator("strangers", seed).integers(1, len(table)))
     theirs = [name for name in table.column_names if name not in ("query", "instruction")]
     moved = table.select((np.arange(len(table)) + shift) % len(table)).select_columns(theirs).flatten_indices()

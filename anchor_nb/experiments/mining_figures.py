@@ -10,13 +10,15 @@ import numpy as np
 from .figures import _finish, _panels, _style
 
 # %% ../../nbs/experiments/05_mining_figures.ipynb #65e1aac2
-PARTS = {"negative": ("negative", "#d55e00"), "best_other": ("best other document", "#949494"), "positive": ("positive", "#0072b2"), "margin": ("margin of a row", "#0072b2")}
+PARTS = {"negative": ("negative", "#d55e00"), "best_other": ("best other document", "#949494"),
+         "positive": ("positive", "#0072b2"), "margin": ("margin of a row", "#0072b2")}
 
 def score_histograms(report: dict,       # dataset -> report of `mine` or of `filter_pairs`
                      across: int = 3,     # panels in a row
                     ):                    # -> a matplotlib figure
     "The distributions of scores, or of margins, of each dataset; ValueError where there is no dataset."
-    if not report: raise ValueError("the report has no dataset; mine or filter some first")
+    if not report:
+        raise ValueError("the report has no dataset; mine or filter some first")
     with _style():
         across, rows = min(across, len(report)), -(-len(report)//across)
         figure, axes = _panels(rows, across, 4.6, 2.8)
@@ -32,7 +34,8 @@ def draw_histogram(panel, name: str, facts: dict):
         if part not in facts["histogram"]: continue
         counts = np.array(facts["histogram"][part], float)
         filled = part in ("negative", "margin")
-        panel.stairs(100*counts/max(1, counts.sum()), edges, color=colour, fill=filled, alpha=0.45 if filled else 1, linewidth=1.4, label=label, gid=part)
+        panel.stairs(100*counts/max(1, counts.sum()), edges, color=colour, fill=filled, alpha=0.45 if filled else 1,
+                     linewidth=1.4, label=label, gid=part)
     panel.set_title(f"{name}, {facts['rows']:,} rows")
     panel.set_xlabel("margin" if "margin" in facts["histogram"] else "score")
     panel.set_ylabel("per cent")

@@ -11,9 +11,15 @@ def sizes_of(hidden: int,         # numbers of the full embedding
              weights: tuple = (), # of the shorter sizes; empty: 1 each
             ) -> dict:            # size -> weight; the full size first, weights sum to 1
     "What each size of the embedding counts; ValueError for a size or weight that makes no sense."
-    if wrong := [size for size in dims if not 0 < size < hidden]: raise ValueError(f"matryoshka_dims={list(dims)}: {wrong[0]} is not between 0 and {hidden}, the size of this model's embeddings, which always counts; leave it out")
-    if len(set(dims)) < len(dims): raise ValueError(f"matryoshka_dims={list(dims)} names a size twice; name each once")
-    if weights and len(weights) != len(dims): raise ValueError(f"matryoshka_weights has {len(weights)} numbers for {len(dims)} matryoshka_dims; give one for each")
-    if any(not weight >= 0 for weight in weights): raise ValueError(f"matryoshka_weights={list(weights)} must not be negative")
+    if wrong := [size for size in dims if not 0 < size < hidden]:
+        raise ValueError(f"matryoshka_dims={list(dims)}: {wrong[0]} is not between 0 and {hidden}, the size of this "
+                         "model's embeddings, which always counts; leave it out")
+    if len(set(dims)) < len(dims):
+        raise ValueError(f"matryoshka_dims={list(dims)} names a size twice; name each once")
+    if weights and len(weights) != len(dims):
+        raise ValueError(f"matryoshka_weights has {len(weights)} numbers for {len(dims)} matryoshka_dims; give one for "
+                         "each")
+    if any(not weight >= 0 for weight in weights):
+        raise ValueError(f"matryoshka_weights={list(weights)} must not be negative")
     given = dict([(hidden, 1.0), *zip(dims, weights or [1.0]*len(dims))])
     return {size: weight/sum(given.values()) for size, weight in given.items()}

@@ -32,7 +32,8 @@ def sigreg(embeddings: Tensor, # [texts, hidden] of this rank, without padding
         return ((square - 2*phi*cosine + phi**2) @ weights).mean()
 
 # %% ../../nbs/losses/07_sigreg.ipynb #e20290b8
-def random_directions(hidden: int, count: int, seed: int, step: int, device="cpu") -> Tensor: # [hidden, count], unit columns
+def random_directions(hidden: int, count: int, seed: int, step: int,
+                      device="cpu") -> Tensor: # [hidden, count], unit columns
     "Directions as a pure function of seed and step, the same on every platform."
     key = hashlib.sha256(f"sigreg {seed} {step}".encode()).digest()
     own = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from ..data.prompts import Prompt
 
 # %% ../../nbs/models/07_inputs.ipynb #920c5563
-ROLES = {"": ("",), "query": ("query",), "document": ("document", "passage", "corpus")} # the names that sentence-transformers looks for
+# the names that sentence-transformers looks for
+ROLES = {"": ("",), "query": ("query",), "document": ("document", "passage", "corpus")}
 
 def prompted(prompts: dict, instruction: str, role: str = "") -> str:
     "The instruction, or the prompt of that name; without an instruction, the prompt of the role."
@@ -27,10 +28,12 @@ def as_instructions(instruction): # -> a string, or a list of them
     instruction = unboxed(instruction)
     if instruction is None or isinstance(instruction, str): return instruction or ""
     if isinstance(instruction, (bytes, dict)) or not hasattr(instruction, "__iter__"):
-        raise ValueError(f"instruction={instruction!r} is {type(instruction).__name__}; give a string, or a list with one for each text")
+        raise ValueError(f"instruction={instruction!r} is {type(instruction).__name__}; give a string, or a list with "
+                         "one for each text")
     each = ["" if one is None else one for one in instruction]
     if bad := [k for k, one in enumerate(each) if not isinstance(one, str)]:
-        raise ValueError(f"instruction {bad[0]} is {each[bad[0]]!r}, not a string; give a string, or an empty one for none")
+        raise ValueError(f"instruction {bad[0]} is {each[bad[0]]!r}, not a string; give a string, or an empty one for "
+                         "none")
     return each
 
 def unboxed(value):
@@ -41,21 +44,30 @@ def whole_number(name: str, value) -> int: # name: of the argument
     "A whole number in the type of any library; ValueError for what is none."
     try: number = None if isinstance(value, bool) else index(unboxed(value))
     except TypeError: number = None
-    if number is None: raise ValueError(f"{name}={value!r} is {type(value).__name__}; give a whole number")
+    if number is None:
+        raise ValueError(f"{name}={value!r} is {type(value).__name__}; give a whole number")
     return number
 
-def beginning(prompts: dict, instruction="", prompt_name: str | None = None, prompt: str | None = None, role: str = ""): # see `AnchorEmbedder.encode`
+def beginning(prompts: dict, instruction="", prompt_name: str | None = None, prompt: str | None = None,
+              role: str = ""): # see `AnchorEmbedder.encode`
     "What goes before all texts, or a list of what goes before each; ValueError for two answers to that, or an unknown name."
     instruction = as_instructions(instruction)
-    given = [name for name, value in dict(instruction=instruction or None, prompt_name=prompt_name, prompt=prompt).items() if value is not None]
-    if len(given) > 1: raise ValueError(f"{' and '.join(given)} both say what goes before a text; give one of them")
-    if role not in ROLES: raise ValueError(f"role={role!r}; choose query, document, or leave it empty")
-    if not isinstance(prompt, (str, type(None))): raise ValueError(f"prompt={prompt!r} is {type(prompt).__name__}; give the text that goes before each text")
+    given = [name for name, value in dict(instruction=instruction or None, prompt_name=prompt_name,
+                                          prompt=prompt).items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say what goes before a text; give one of them")
+    if role not in ROLES:
+        raise ValueError(f"role={role!r}; choose query, document, or leave it empty")
+    if not isinstance(prompt, (str, type(None))):
+        raise ValueError(f"prompt={prompt!r} is {type(prompt).__name__}; give the text that goes before each text")
     if prompt is not None: return Prompt(prompt)
     if prompt_name is not None and prompt_name not in prompts:
-        raise ValueError(f"prompt_name={prompt_name!r}; the prompts of this checkpoint are {sorted(filter(None, prompts)) or 'none at all'}: give one of them, or the text itself as prompt")
+        raise ValueError(f"prompt_name={prompt_name!r}; the prompts of this checkpoint are "
+                         f"{sorted(filter(None, prompts)) or 'none at all'}: give one of them, or the text itself as "
+                         "prompt")
     if prompt_name is not None: return Prompt(prompts[prompt_name])
-    return prompted(prompts, instruction, role) if isinstance(instruction, str) else [prompted(prompts, one, role) for one in instruction]
+    return prompted(prompts, instruction, role) if isinstance(instruction, str) else [prompted(prompts, one, role)
+                                                                                      for one in instruction]
 
 # %% ../../nbs/models/07_inputs.ipynb #7077bf4f
 def mended(text: str) -> str:
@@ -68,9 +80,11 @@ def as_texts(texts) -> list: # of strings
     "A text or several as a list of texts; ValueError names what is none."
     texts = unboxed(texts)
     if isinstance(texts, str): return [mended(texts)]
-    if isinstance(texts, (bytes, dict)) or not hasattr(texts, "__iter__"): raise ValueError(f"texts is {type(texts).__name__}; give a string or a list of strings")
+    if isinstance(texts, (bytes, dict)) or not hasattr(texts, "__iter__"):
+        raise ValueError(f"texts is {type(texts).__name__}; give a string or a list of strings")
     texts = list(texts)
-    if bad := [k for k, text in enumerate(texts) if not isinstance(text, str)]: raise ValueError(f"text {bad[0]} is {type(texts[bad[0]]).__name__}, not a string")
+    if bad := [k for k, text in enumerate(texts) if not isinstance(text, str)]:
+        raise ValueError(f"text {bad[0]} is {type(texts[bad[0]]).__name__}, not a string")
     return [mended(text) for text in texts]
 
 # %% ../../nbs/models/07_inputs.ipynb #1481176f
@@ -80,9 +94,14 @@ def in_precision(vectors: np.ndarray, # [texts, dimension] fp32
                  precision: Precision = "float32"): # -> [texts, dimension], or [texts, dimension/8] of bits
     "Vectors in smaller numbers, as `quantize_embeddings` of sentence-transformers; ValueError for a type it has not, or the range of one text."
     if precision == "float32": return vectors
-    if precision in ("binary", "ubinary"): return np.packbits(vectors > 0, axis=-1) if precision == "ubinary" else (np.packbits(vectors > 0, axis=-1) - 128).astype(np.int8)
-    if precision not in ("int8", "uint8"): raise ValueError(f"precision={precision!r}; choose one of float32, int8, uint8, binary, ubinary")
-    if len(vectors) == 1: raise ValueError(f"precision={precision} needs the range of every dimension, which one text does not show; encode many texts in one call, or take float32, binary or ubinary")
+    if precision in ("binary", "ubinary"):
+        return np.packbits(vectors > 0, axis=-1) if precision == "ubinary" else (np.packbits(vectors > 0,
+                                                                                             axis=-1) - 128).astype(np.int8)
+    if precision not in ("int8", "uint8"):
+        raise ValueError(f"precision={precision!r}; choose one of float32, int8, uint8, binary, ubinary")
+    if len(vectors) == 1:
+        raise ValueError(f"precision={precision} needs the range of every dimension, which one text does not show; "
+                         "encode many texts in one call, or take float32, binary or ubinary")
     low, high = (vectors.min(0), vectors.max(0)) if len(vectors) else (0, 1)
     steps = np.clip(np.floor((vectors - low)/np.where(high == low, 1, (high - low)/255)), 0, 255)
     return steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)
@@ -90,11 +109,14 @@ def in_precision(vectors: np.ndarray, # [texts, dimension] fp32
 def as_matrix(vectors, name: str = "vectors") -> torch.Tensor: # [rows, dimension]; of an array without a copy
     "Vectors in any form, one or several; ValueError for what is none, or not of one length."
     try:
-        if isinstance(vectors, (list, tuple)) and len(vectors): vectors = torch.stack([torch.as_tensor(one) for one in vectors])
+        if isinstance(vectors, (list, tuple)) and len(vectors):
+            vectors = torch.stack([torch.as_tensor(one) for one in vectors])
         found = torch.atleast_2d(torch.as_tensor(vectors))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} cannot be read as vectors ({error}); give an array or a tensor [rows, dimension], or a list of vectors of one length") from None
-    if found.ndim != 2: raise ValueError(f"{name} have the shape {list(found.shape)}; give [rows, dimension]")
+        raise ValueError(f"{name} cannot be read as vectors ({error}); give an array or a tensor [rows, dimension], or "
+                         "a list of vectors of one length") from None
+    if found.ndim != 2:
+        raise ValueError(f"{name} have the shape {list(found.shape)}; give [rows, dimension]")
     return found
 
 def as_rows(vectors) -> torch.Tensor: # [rows, dimension] fp32 of length 1

@@ -17,7 +17,8 @@ def parameters(function):
     "(name with stars, argument, default) of a function's parameters in order, with the bare star that separates."
     of = function.args
     plain = of.posonlyargs + of.args
-    found = [("", argument, default) for argument, default in zip(plain, [None]*(len(plain) - len(of.defaults)) + of.defaults)]
+    found = [("", argument, default) for argument, default in zip(plain, [None]*(len(plain) - len(of.defaults))
+                                                                  + of.defaults)]
     if of.vararg: found.append(("*", of.vararg, None))
     elif of.kwonlyargs: found.append(("*", None, None))
     found += [("", argument, default) for argument, default in zip(of.kwonlyargs, of.kw_defaults)]
@@ -27,8 +28,10 @@ def parameters(function):
 def kind_of(argument):
     "(type, help) of an argument: `Annotated[type, typer.Option(help=...)]` has both."
     inside = getattr(getattr(argument.annotation, "slice", None), "elts", [])
-    if not inside or ast.unparse(argument.annotation.value) != "Annotated": return ast.unparse(argument.annotation) if argument.annotation else "", ""
-    help = next((word.value.value for call in inside[1:] if isinstance(call, ast.Call) for word in call.keywords if word.arg == "help" and isinstance(word.value, ast.Constant)), "")
+    if not inside or ast.unparse(argument.annotation.value) != "Annotated":
+        return ast.unparse(argument.annotation) if argument.annotation else "", ""
+    help = next((word.value.value for call in inside[1:] if isinstance(call, ast.Call) for word in call.keywords
+                 if word.arg == "help" and isinstance(word.value, ast.Constant)), "")
     return ast.unparse(inside[0]), help
 
 
@@ -36,7 +39,8 @@ def as_written(star, argument, default):
     "One parameter of a signature."
     if argument is None: return star
     kind = f": {kind_of(argument)[0]}" if argument.annotation else ""
-    return f"{star}{argument.arg}{kind}" + (f"{' = ' if kind else '='}{ast.unparse(default)}" if default is not None else "")
+    return f"{star}{argument.arg}{kind}" + (f"{' = ' if kind else '='}{ast.unparse(default)}" if default is not None
+                                            else "")
 
 
 def signature(name, function, method):
@@ -51,10 +55,15 @@ def signature(name, function, method):
 def told(function, notes):
     "[(name, what is said of it)] of parameters and of what is returned."
     header = range(function.lineno, max(function.lineno, function.body[0].lineno - 1) + 1)
-    of = {star + argument.arg: (default or argument).end_lineno for star, argument, default in parameters(function) if argument is not None}
-    last = next((line for line in reversed(header) if line in notes and (line not in of.values() or line == header[-1] and (function.returns or len(header) == 1))), None)
-    rows = {name: notes[line] for name, line in of.items() if line in notes and line != last and name == [other for other in of if of[other] == line][-1]}
-    rows |= {star + argument.arg: kind_of(argument)[1] for star, argument, _ in parameters(function) if argument is not None and kind_of(argument)[1]}
+    of = {star + argument.arg: (default or argument).end_lineno for star, argument, default in parameters(function)
+          if argument is not None}
+    last = next((line for line in reversed(header) if line in notes and (line not in of.values() or line == header[-1]
+                                                                         and (function.returns or len(header) == 1))),
+                None)
+    rows = {name: notes[line] for name, line in of.items() if line in notes and line != last and name == [other
+                                                                                                          for other in of if of[other] == line][-1]}
+    rows |= {star + argument.arg: kind_of(argument)[1] for star, argument, _ in parameters(function)
+             if argument is not None and kind_of(argument)[1]}
     back = []
     for part in re.split(r";\s+(?=\w+: )", notes.get(last, "")): # def f(x, y) -> int: # x: this; y: that
         name, colon, text = part.partition(": ")
@@ -86,20 +95,25 @@ def field_told(field, notes):
     "(`type = default`, what is said of it) of a field; `setting(default, help, source)` of the recipes says it in its arguments."
     if isinstance(field.value, ast.Call) and ast.unparse(field.value.func) == "setting":
         default, *words = field.value.args
-        return f"{ast.unparse(field.annotation)} = {ast.unparse(default)}", " *".join(str(word.value) for word in words[:2] if isinstance(word, ast.Constant)) + ("*" if len(words) > 1 else "")
+        return f"{ast.unparse(field.annotation)} = {ast.unparse(default)}", " *".join(str(word.value)
+                                                                                      for word in words[:2]
+                                                                                      if isinstance(word,
+                                                                                                    ast.Constant)) + ("*" if len(words) > 1 else "")
     return ast.unparse(field).partition(": ")[2], notes.get(field.end_lineno, "")
 
 
 def fields(node, notes):
     "The fields of a dataclass with types, defaults and what is said of them."
     found = [(field.target.id, *field_told(field, notes)) for field in node.body if isinstance(field, ast.AnnAssign)]
-    return ["\n".join(["::: {.parameters}", "| | |", "|---|---|", *[f"| `{name}` | `{kind.replace('|', BAR)}`{'<br>' if note else ''}{escaped(note, table=True, stars=True)} |" for name, kind, note in found], ":::"])] if found else []
+    return ["\n".join(["::: {.parameters}", "| | |", "|---|---|",
+                       *[f"| `{name}` | `{kind.replace('|', BAR)}`{'<br>' if note else ''}{escaped(note, table=True, stars=True)} |" for name, kind, note in found], ":::"])] if found else []
 
 
 def methods(node):
     "The methods of a class, without the second halves of properties."
     if not isinstance(node, ast.ClassDef): return []
-    return [part for part in node.body if isinstance(part, ast.FunctionDef) and not any(ast.unparse(one).endswith(".setter") for one in part.decorator_list)]
+    return [part for part in node.body if isinstance(part, ast.FunctionDef)
+            and not any(ast.unparse(one).endswith(".setter") for one in part.decorator_list)]
 
 
 def described(node, module, notes, owner=""):
@@ -111,9 +125,12 @@ def described(node, module, notes, owner=""):
     if isinstance(node, ast.ClassDef): blocks += [signature(name, made, True)] if made else fields(node, notes)
     else:
         kinds = [ast.unparse(one) for one in node.decorator_list]
-        blocks.append(f"```python\n{name}  # property\n```" if "property" in kinds else signature(name, node, bool(owner) and "staticmethod" not in kinds))
+        blocks.append(f"```python\n{name}  # property\n```" if "property" in kinds else signature(name, node,
+                                                                                                  bool(owner)
+                                                                                                  and "staticmethod" not in kinds))
     if text := ast.get_docstring(node): blocks.insert(1, escaped(text))
-    if function := made or (node if not isinstance(node, ast.ClassDef) else None): blocks.append(table(told(function, notes)))
+    if function := made or (node if not isinstance(node, ast.ClassDef) else None):
+        blocks.append(table(told(function, notes)))
     for part in functions:
         if not part.name.startswith("_"): blocks += described(part, module, notes, node.name)
     return blocks
@@ -138,7 +155,8 @@ def api(source, module):
     if constants: blocks.append("".join(f'<span id="{module}.{name}"></span>' for name in constants))
     defined = [node for name, node in public(tree) if not isinstance(node, ast.Assign) and not name.startswith("_")]
     for node in defined: blocks += described(node, module, notes)
-    folded = f'{{.python .cell-code code-fold="true" code-summary="Source, anchor_nb/{module}.py"}}' if defined else "{.python}"
+    folded = (f'{{.python .cell-code code-fold="true" code-summary="Source, anchor_nb/{module}.py"}}' if defined
+              else "{.python}")
     fence = "`"*max(3, 1 + max(map(len, re.findall("`+", source)), default=0))
     return "\n\n".join([*filter(None, blocks), f"{fence}{folded}\n{source}\n{fence}"])
 
@@ -159,7 +177,8 @@ def directives(source):
     "The directives of a cell, name -> value, and its code without them."
     lines = source.splitlines()
     found = [re.match(r"#\|\s*([\w-]+)\s*:?\s*(.*)", line) for line in lines]
-    return {match[1]: match[2] for match in found if match}, "\n".join(line for line, match in zip(lines, found) if not match).strip("\n")
+    return {match[1]: match[2] for match in found if match}, "\n".join(line for line, match in zip(lines, found)
+                                                                       if not match).strip("\n")
 
 
 def names(pages):
@@ -175,7 +194,8 @@ def names(pages):
                 text = "" if isinstance(node, ast.Assign) else ast.get_docstring(node) or ""
                 yield module, name, text.partition("\n")[0], path
                 for part in methods(node):
-                    if not part.name.startswith("_"): yield module, f"{name}.{part.name}", (ast.get_docstring(part) or "").partition("\n")[0], path
+                    if not part.name.startswith("_"):
+                        yield module, f"{name}.{part.name}", (ast.get_docstring(part) or "").partition("\n")[0], path
 
 
 def symbols(found, pages):
@@ -187,10 +207,13 @@ def symbols(found, pages):
 
 def names_page(found, pages):
     "Everything public on one page, by module."
-    lines = ["---", "title: All names", "description: Everything public, by module, in the order in which modules build on each other", "search: false", "---", ""]
+    lines = ["---", "title: All names", "description: Everything public, by module, in the order in which modules "
+                                        "build on each other", "search: false", "---", ""]
     modules = {}
     for module, name, text, path in found: modules.setdefault((module, path), []).append((name, text))
     for (module, path), entries in modules.items():
-        lines += ["", f"## [anchor_nb.{module}](/{pages[path]}.ipynb) {{#{module}}}", "", "::: {.names}", "| | |", "|---|---|"]
-        lines += [f"| [`{name}`](/{pages[path]}.ipynb#{module}.{name}) | {escaped(text, table=True)} |" for name, text in entries] + [":::"]
+        lines += ["", f"## [anchor_nb.{module}](/{pages[path]}.ipynb) {{#{module}}}", "", "::: {.names}", "| | |",
+                  "|---|---|"]
+        lines += [f"| [`{name}`](/{pages[path]}.ipynb#{module}.{name}) | {escaped(text, table=True)} |"
+                  for name, text in entries] + [":::"]
     return "\n".join(lines) + "\n"

@@ -28,12 +28,16 @@ ROOT = NOTEBOOKS.parent
 
 # ---- which page is where ----
 
-WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses", training="Training",
-             inference="Search and mining", evaluation="Evaluation", analysis="Looking inside", experiments="Experiments and figures",
+WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses",
+             training="Training",
+             inference="Search and mining", evaluation="Evaluation", analysis="Looking inside",
+             experiments="Experiments and figures",
              release="Export and release", benchmarks="Benchmarks", cli="The command line")
-TUTORIALS = ["quickstart", "own_data", "anchor", "search_page", "evaluation", "ablations", "relatives", "cost", "survival", "cluster"]
+TUTORIALS = ["quickstart", "own_data", "anchor", "search_page", "evaluation", "ablations", "relatives", "cost",
+             "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
-ROOMS = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES), "studies": ("Studies", []), "benchmarks": ("Benchmarks", []), "paper": ("The paper", [])}
+ROOMS = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES), "studies": ("Studies", []),
+         "benchmarks": ("Benchmarks", []), "paper": ("The paper", [])}
 PAPERS = {"CHANGELOG": "Changes", "CONTRIBUTING": "Working on it"} # Markdown files of the repository that become pages
 
 
@@ -44,9 +48,11 @@ def page_of(notebook):
 
 def all_notebooks():
     "Notebook -> page; two notebooks must not share one."
-    found = {path: page_of(path) for path in sorted(NOTEBOOKS.rglob("*.ipynb")) if not any(part.startswith((".", "_")) for part in path.relative_to(NOTEBOOKS).parts)}
+    found = {path: page_of(path) for path in sorted(NOTEBOOKS.rglob("*.ipynb")) if not any(part.startswith((".", "_"))
+                                                                                           for part in path.relative_to(NOTEBOOKS).parts)}
     twice = {page for page in found.values() if list(found.values()).count(page) > 1}
-    if twice: raise SystemExit(f"two notebooks would become the same page: {', '.join(map(str, twice))}; rename one")
+    if twice:
+        raise SystemExit(f"two notebooks would become the same page: {', '.join(map(str, twice))}; rename one")
     return found
 
 
@@ -59,10 +65,15 @@ def sidebar(pages, papers):
         there = room(folder)
         names = [name for name in order if name in there] + [name for name in there if name not in order]
         if names: sections[title] = {"section": title, "contents": [entry(there[name]) for name in names]}
-    wings = {title: [entry(path) for stem, path in sorted(room(wing).items()) if re.match(r"\d", stem)] for wing, title in WINGS.items()}
-    library = {"section": "Library", "contents": [{"section": title, "contents": entries} for title, entries in wings.items() if entries]}
-    start = [{"text": "Home", "href": "index.ipynb"}, {"text": "All names", "href": "names.md"}] + [{"text": title, "href": f"{name}.md"} for name, title in papers.items()]
-    return start[:1] + [sections[title] for title in ("Tutorials", "Stages") if title in sections] + [library] + [section for title, section in sections.items() if title not in ("Tutorials", "Stages")] + start[1:]
+    wings = {title: [entry(path) for stem, path in sorted(room(wing).items()) if re.match(r"\d", stem)]
+             for wing, title in WINGS.items()}
+    library = {"section": "Library", "contents": [{"section": title, "contents": entries}
+                                                  for title, entries in wings.items() if entries]}
+    start = [{"text": "Home", "href": "index.ipynb"}, {"text": "All names", "href": "names.md"}] + [{"text": title,
+                                                                                                     "href": f"{name}.md"} for name, title in papers.items()]
+    return start[:1] + [sections[title] for title in ("Tutorials", "Stages")
+                        if title in sections] + [library] + [section for title, section in sections.items()
+                                                             if title not in ("Tutorials", "Stages")] + start[1:]
 
 
 # ---- a notebook as a page ----
@@ -76,36 +87,50 @@ def heading(markdown):
     "Title, subtitle and the rest of a notebook's first cell."
     lines = markdown.strip().splitlines()
     quotes = [line for line in lines if line.startswith(">")]
-    return lines[0].lstrip("# "), " ".join(line.lstrip("> ") for line in quotes), "\n".join(line for line in lines[1:] if line not in quotes).strip()
+    return lines[0].lstrip("# "), " ".join(line.lstrip("> ") for line in quotes), "\n".join(line for line in lines[1:]
+                                                                                            if line not in quotes).strip()
 
 
-KEPT = ("echo", "output", "include", "label", "column", "layout-ncol", "layout-nrow") + tuple(f"{kind}-{what}" for kind in ("fig", "tbl", "code") for what in ("cap", "alt", "align", "fold", "summary"))
+KEPT = ("echo", "output", "include", "label", "column", "layout-ncol", "layout-nrow") + tuple(f"{kind}-{what}"
+                                                                                              for kind in ("fig", "tbl",
+                                                                                                           "code")
+                                                                                              for what in ("cap", "alt",
+                                                                                                           "align",
+                                                                                                           "fold",
+                                                                                                           "summary"))
 
 
 @cache
 def by_name(pages):
     "What a notebook may be called in backticks -> its page."
     pages = dict(pages)
-    return {**{path.stem: where for path, where in pages.items() if "_" in path.stem}, **{path.relative_to(NOTEBOOKS).with_suffix("").as_posix(): where for path, where in pages.items()}}
+    return {**{path.stem: where for path, where in pages.items() if "_" in path.stem},
+            **{path.relative_to(NOTEBOOKS).with_suffix("").as_posix(): where for path, where in pages.items()}}
 
 
 def linked(markdown, page, pages):
     "Notebooks named in backticks become links, and links to notebooks lead to their pages."
     up = "../"*len(page.parent.parts)
     called = by_name(tuple(pages.items()))
-    def named(match): return f"[`{match[1]}`]({up}{called[match[1]]}.ipynb)" if match[1] in called and match[1] != "index" else match[0]
+    def named(match):
+        return (f"[`{match[1]}`]({up}{called[match[1]]}.ipynb)" if match[1] in called and match[1] != "index"
+                else match[0])
     def target(match):
         wanted = (NOTEBOOKS/page.parent/match[1]).resolve()
-        here = next((where for path, where in pages.items() if path.with_suffix("") == wanted or where == Path(match[1])), None)
+        here = next((where for path, where in pages.items() if path.with_suffix("") == wanted
+                     or where == Path(match[1])), None)
         return f"]({up}{here}.ipynb{match[3] or ''})" if here else match[0]
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)
-    return "".join(part if part.startswith("```") else re.sub(r"\]\(([\w./-]+)\.(ipynb|html)(#[^)]*)?\)", target, re.sub(r"(?<!\[)`([\w/]+)`(?!\])", named, part)) for part in parts)
+    return "".join(part if part.startswith("```") else re.sub(r"\]\(([\w./-]+)\.(ipynb|html)(#[^)]*)?\)", target,
+                                                              re.sub(r"(?<!\[)`([\w/]+)`(?!\])", named, part))
+                   for part in parts)
 
 
 def output_kept(output, up):
     "An output as the page shows it: plotly's script from the site's own folder."
     for kind, value in (output.get("data") or {}).items():
-        if kind == "text/html": output["data"][kind] = re.sub(r'src="[^"]*plotly[^"]*\.js"', f'src="{up}assets/plotly.min.js"', value)
+        if kind == "text/html":
+            output["data"][kind] = re.sub(r'src="[^"]*plotly[^"]*\.js"', f'src="{up}assets/plotly.min.js"', value)
     return output
 
 
@@ -122,7 +147,8 @@ def as_page(notebook, page, pages):
     if rest: cells.append(cell("markdown", linked(rest, page, pages)))
     for old in notebook.cells[1:]:
         if old.cell_type == "markdown":
-            section = next((line.lstrip("# ") for line in reversed(old.source.splitlines()) if line.startswith("#")), section)
+            section = next((line.lstrip("# ") for line in reversed(old.source.splitlines()) if line.startswith("#")),
+                           section)
             cells.append(cell("markdown", linked(old.source, page, pages)))
         if old.cell_type != "code": continue
         asked, code = directives(old.source)
@@ -131,7 +157,8 @@ def as_page(notebook, page, pages):
             if block := api(code, module): cells.append(cell("markdown", block))
             continue
         outputs = [output_kept(output, up) for output in old.outputs]
-        if any("image/png" in (output.get("data") or {}) for output in outputs): asked.setdefault("fig-alt", json.dumps(f"Figure: {section}"))
+        if any("image/png" in (output.get("data") or {}) for output in outputs):
+            asked.setdefault("fig-alt", json.dumps(f"Figure: {section}"))
         kept = [f"#| {name}: {value}" for name, value in asked.items() if name in KEPT and value]
         cells.append(cell("code", "\n".join([*kept, code]), outputs=outputs, execution_count=None))
     return NotebookNode(cells=cells, metadata=notebook.metadata, nbformat=4, nbformat_minor=5)
@@ -141,20 +168,30 @@ def as_page(notebook, page, pages):
 
 DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.md
 
-CARDS = [("tutorials/quickstart", "tutorials/evaluation", "Start here", "From a checkpoint to embeddings and back to training, in a few minutes on two CPU cores."),
-         ("tutorials/own_data", "stages/prepare", "Your own data", "Pairs of your own: checked, mined for negatives, trained on, evaluated."),
-         ("stages/stage1", "", "The stages", "Each step of the recipe is a notebook with typed parameters that Jupyter, papermill and a shell run alike."),
-         ("losses/reconstruction", "", "The library", "Every module is a notebook: the equation, the idea, the code, the assertion."),
-         ("paper/results", "paper/tables", "Does it help?", "The paper's claim asked again with controls and seeds, every table and figure beside the paper's."),
+CARDS = [("tutorials/quickstart", "tutorials/evaluation", "Start here", "From a checkpoint to embeddings and back to "
+                                                                        "training, in a few minutes on two CPU cores."),
+         ("tutorials/own_data", "stages/prepare", "Your own data", "Pairs of your own: checked, mined for negatives, "
+                                                                   "trained on, evaluated."),
+         ("stages/stage1", "", "The stages", "Each step of the recipe is a notebook with typed parameters that "
+                                             "Jupyter, papermill and a shell run alike."),
+         ("losses/reconstruction", "", "The library", "Every module is a notebook: the equation, the idea, the code, "
+                                                      "the assertion."),
+         ("paper/results", "paper/tables", "Does it help?", "The paper's claim asked again with controls and seeds, "
+                                                            "every table and figure beside the paper's."),
          ("names", "", "All names", "Every public function and class by module, with what it does.")]
 
 
 def home(pages):
     "What stands above the text of the home page."
     there = {str(page) for page in pages.values()} | {"names"}
-    cards = [(next(page for page in (first, second) if page in there), title, text) for first, second, title, text in CARDS if {first, second} & there]
+    cards = [(next(page for page in (first, second) if page in there), title, text)
+             for first, second, title, text in CARDS if {first, second} & there]
     card = '<a class="card-link" href="{}.html"><strong>{}</strong><span>{}</span></a>'
-    return (HERE/"home.html").read_text(encoding="utf-8").replace("{cards}", "\n".join(card.format(*one) for one in cards)).replace("{start}", cards[0][0] + ".html")
+    return (HERE/"home.html").read_text(encoding="utf-8").replace("{cards}",
+                                                                  "\n".join(card.format(*one)
+                                                                            for one in cards)).replace("{start}",
+                                                                                                       cards[0][0]
+                                                                                                       + ".html")
 
 
 # ---- rendering ----
@@ -172,27 +209,33 @@ def staged(folder):
     pages = all_notebooks()
     for path, page in pages.items():
         notebook = as_page(read(path), page, pages)
-        if path == NOTEBOOKS/"index.ipynb": notebook.cells.insert(1, cell("markdown", f"```{{=html}}\n{home(pages)}\n```"))
+        if path == NOTEBOOKS/"index.ipynb":
+            notebook.cells.insert(1, cell("markdown", f"```{{=html}}\n{home(pages)}\n```"))
         (folder/page).parent.mkdir(parents=True, exist_ok=True)
         (folder/f"{page}.ipynb").write_text(v4.writes(notebook), encoding="utf-8")
     papers = {name: title for name, title in PAPERS.items() if (ROOT/f"{name}.md").is_file()}
     for name, title in papers.items():
         text = re.sub(r"\A(<!--.*?-->\s*)?# .*\n", "", (ROOT/f"{name}.md").read_text(encoding="utf-8"))
-        text = re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)]+)\)", lambda link: f"[{link[1]}]({pages[ROOT/link[2]]}.ipynb)" if ROOT/link[2] in pages else link[1], text) # other files of the repository are not on the site
+        text = re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)]+)\)", lambda link: f"[{link[1]}]({pages[ROOT/link[2]]}.ipynb)"
+                      if ROOT/link[2] in pages else link[1], text) # other files of the repository are not on the site
         (folder/f"{name}.md").write_text(f"---\ntitle: {title}\n---\n\n{text}", encoding="utf-8")
     found = list(names(pages))
     (folder/"names.md").write_text(names_page(found, pages), encoding="utf-8")
     (folder/"_symbols.json").write_text(json.dumps(symbols(found, pages)), encoding="utf-8")
     (folder/"disk.html").write_text(FROM_DISK, encoding="utf-8")
     shutil.copytree(HERE/"assets", folder/"assets")
-    if any("assets/plotly.min.js" in path.read_text(encoding="utf-8") for path in folder.rglob("*.ipynb")): shutil.copy2(plotly_script(), folder/"assets")
+    if any("assets/plotly.min.js" in path.read_text(encoding="utf-8") for path in folder.rglob("*.ipynb")):
+        shutil.copy2(plotly_script(), folder/"assets")
     shutil.copy2(NOTEBOOKS/"styles.css", folder)
-    (folder/"_quarto.yml").write_text(yaml.safe_dump(configuration(sidebar(pages, papers), pages), sort_keys=False), encoding="utf-8")
+    (folder/"_quarto.yml").write_text(yaml.safe_dump(configuration(sidebar(pages, papers), pages), sort_keys=False),
+                                      encoding="utf-8")
 
 
 def plotly_script():
     "The script that figures one can move about in need; it comes with plotly."
-    if not (found := find_spec("plotly")): raise SystemExit('a notebook holds a plotly figure, whose script comes with plotly: pip install "anchor_nb[analysis]"')
+    if not (found := find_spec("plotly")):
+        raise SystemExit('a notebook holds a plotly figure, whose script comes with plotly: pip install '
+                         '"anchor_nb[analysis]"')
     return Path(found.origin).parent/"package_data/plotly.min.js"
 
 
@@ -209,11 +252,14 @@ def configuration(contents, pages):
     asked.pop("metadata-files", None)
     asked["project"] |= {"output-dir": "_site", "resources": ["assets/**"]}
     asked["format"]["html"] |= {"include-in-header": ["disk.html"]}
-    asked["website"] |= {"title": "anchor_nb", "description": heading(read(NOTEBOOKS/"index.ipynb").cells[0].source)[1], "favicon": "assets/favicon.svg", "sidebar": asked["website"].get("sidebar", {}) | {"contents": contents}}
+    asked["website"] |= {"title": "anchor_nb", "description": heading(read(NOTEBOOKS/"index.ipynb").cells[0].source)[1],
+                         "favicon": "assets/favicon.svg", "sidebar": asked["website"].get("sidebar", {})
+                         | {"contents": contents}}
     return renamed(asked, pages) | {"smalldocs": {"linkify": True}}
 
 
-FUNCTION = re.compile(r"(<mi>(?:log|ln|exp|max|min|cos|sin)</mi>)(?=<m(?:i|n|frac|sup|sub|text|over|under|row><m(?:i|n)\b))") # gets a space before its argument
+# gets a space before its argument
+FUNCTION = re.compile(r"(<mi>(?:log|ln|exp|max|min|cos|sin)</mi>)(?=<m(?:i|n|frac|sup|sub|text|over|under|row><m(?:i|n)\b))")
 FOLDS = re.compile(r'data-bs-target="(#quarto-sidebar-section[^"]*)" role="navigation"')
 MATHS = re.compile(r'<span class="math (inline|display)">\\[\(\[](.*?)\\[\)\]]</span>', re.S)
 REMOTE = re.compile(r"<(?:link|script)[^>]*katex[^>]*>(?:</script>)?|@import url\([^)]*googleapis[^)]*\);?")
@@ -223,17 +269,21 @@ def equation(match):
     "One equation as MathML, which browsers draw without a script; the LaTeX stays beside it for copying."
     import html
     from latex2mathml.converter import convert
-    latex = re.sub(r"\\(arg)\b", r"\\operatorname{\1}", html.unescape(match[2])).replace(r"\tfrac", r"\frac").replace(r"\textstyle", "")
+    latex = re.sub(r"\\(arg)\b", r"\\operatorname{\1}", html.unescape(match[2])).replace(r"\tfrac",
+                                                                                         r"\frac").replace(r"\textstyle", "")
     drawn = convert(latex, display="block" if match[1] == "display" else "inline")
-    drawn = FUNCTION.sub(r'\1<mspace width="0.17em"/>', drawn).replace("<mi>&#x029F5;</mi>", "<mo>\\</mo>") # few fonts have the set minus
-    return f'<span class="math {match[1]}">{drawn.replace("<math ", f"<math alttext={json.dumps(html.escape(latex))} ".replace("&quot;", ""), 1)}</span>'
+    # few fonts have the set minus
+    drawn = FUNCTION.sub(r'\1<mspace width="0.17em"/>', drawn).replace("<mi>&#x029F5;</mi>", "<mo>\\</mo>")
+    return ('<span class="math '
+            f'{match[1]}">{drawn.replace("<math ", f"<math alttext={json.dumps(html.escape(latex))} ".replace("&quot;", ""), 1)}</span>')
 
 
 def offline(site):
     "Equations drawn, nothing fetched from elsewhere, the search index also as a script, the sidebar open to the keyboard."
     for path in [*site.rglob("*.html"), *(site/"site_libs").rglob("*.css")]:
         text = path.read_text(encoding="utf-8")
-        mended = REMOTE.sub("", FOLDS.sub(r'href="\1" data-bs-target="\1" role="button"', MATHS.sub(equation, text)) if path.suffix == ".html" else text) # without href, the keyboard does not reach them
+        mended = REMOTE.sub("", FOLDS.sub(r'href="\1" data-bs-target="\1" role="button"', MATHS.sub(equation, text))
+                            if path.suffix == ".html" else text) # without href, the keyboard does not reach them
         if mended != text: path.write_text(mended, encoding="utf-8")
     entries = json.loads((site/"search.json").read_text(encoding="utf-8"))
     for entry in entries: entry["text"] = re.sub(r"\\[\(\[].*?\\[\)\]]", "", entry["text"], flags=re.S)
@@ -243,12 +293,14 @@ def offline(site):
 
 def smalldocs(folder):
     "Render with smalldocs; the folder of the site."
-    if not find_spec("smalldocs") or not find_spec("latex2mathml"): raise SystemExit('neither Quarto nor smalldocs is installed: pip install "anchor_nb[docs]"')
+    if not find_spec("smalldocs") or not find_spec("latex2mathml"):
+        raise SystemExit('neither Quarto nor smalldocs is installed: pip install "anchor_nb[docs]"')
     from smalldocs import highlight, site
     highlight.css_class = cache(highlight.css_class) # a third of the time is spent on asking it the same
     staged(folder)
     made = site.build(folder, quiet=True)
-    if made.warnings: raise SystemExit("the site has faults:\n" + "\n".join(made.warnings))
+    if made.warnings:
+        raise SystemExit("the site has faults:\n" + "\n".join(made.warnings))
     offline(folder/"_site")
     return folder/"_site"
 
@@ -257,19 +309,24 @@ def idle(path):
     "nbdev runs every cell that imports something, in a kernel that has not run the others: only exported cells may."
     notebook = read(path)
     for cell in notebook.cells:
-        if cell.cell_type == "code" and "import" in cell.source and "export" not in directives(cell.source)[0]: cell.source = f"#| eval: false\n{cell.source}"
+        if cell.cell_type == "code" and "import" in cell.source and "export" not in directives(cell.source)[0]:
+            cell.source = f"#| eval: false\n{cell.source}"
     path.write_text(v4.writes(notebook), encoding="utf-8")
 
 
 def quarto(folder):
     "Render with nbdev's own command in a copy of the project, so that its files for Quarto do not litter this one; the folder of the site."
-    if not find_spec("nbdev"): raise SystemExit('nbdev renders with Quarto: pip install "anchor_nb[dev]", or say --engine smalldocs')
+    if not find_spec("nbdev"):
+        raise SystemExit('nbdev renders with Quarto: pip install "anchor_nb[dev]", or say --engine smalldocs')
     shutil.copytree(ROOT/"anchor_nb", folder/"anchor_nb", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(NOTEBOOKS, folder/"nbs", ignore=shutil.ignore_patterns(".*", HERE.name))
     for path in (folder/"nbs").rglob("*.ipynb"): idle(path)
-    (folder/"pyproject.toml").write_text((ROOT/"pyproject.toml").read_text(encoding="utf-8").replace("[tool.nbdev]", "[tool.nbdev]\ncustom_sidebar = true"), encoding="utf-8")
-    contents = [entry for entry in sidebar(all_notebooks(), {}) if entry.get("href") != "names.md"] # that page is ours alone
-    (folder/"nbs/sidebar.yml").write_text(yaml.safe_dump({"website": {"sidebar": {"contents": contents}}}, sort_keys=False), encoding="utf-8")
+    (folder/"pyproject.toml").write_text((ROOT/"pyproject.toml").read_text(encoding="utf-8").replace("[tool.nbdev]",
+                                                                                                     "[tool.nbdev]\ncustom_sidebar = true"), encoding="utf-8")
+    # that page is ours alone
+    contents = [entry for entry in sidebar(all_notebooks(), {}) if entry.get("href") != "names.md"]
+    (folder/"nbs/sidebar.yml").write_text(yaml.safe_dump({"website": {"sidebar": {"contents": contents}}},
+                                                         sort_keys=False), encoding="utf-8")
     subprocess.run([Path(sys.executable).with_name("nbdev-docs")], cwd=folder, check=True)
     return folder/"_docs"
 
@@ -280,7 +337,8 @@ ENGINES = {"smalldocs": smalldocs, "quarto": quarto}
 def build(out, engine="auto"):
     "Build the site into a folder, which is replaced when all is well; refuses to replace what is no site."
     out = Path(out).resolve()
-    if out.exists() and any(out.iterdir()) and not (out/"site_libs").is_dir(): raise SystemExit(f"{out} holds something else than a site; choose another --out")
+    if out.exists() and any(out.iterdir()) and not (out/"site_libs").is_dir():
+        raise SystemExit(f"{out} holds something else than a site; choose another --out")
     chosen = engine if engine != "auto" else "quarto" if shutil.which("quarto") else "smalldocs"
     with tempfile.TemporaryDirectory() as name:
         made = ENGINES[chosen](Path(name).resolve())
@@ -292,7 +350,8 @@ def build(out, engine="auto"):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--engine", choices=["auto", *ENGINES], default="auto", help="auto takes Quarto where it is installed")
+    parser.add_argument("--engine", choices=["auto", *ENGINES], default="auto", help="auto takes Quarto where it is "
+                                                                                     "installed")
     parser.add_argument("--out", default=ROOT/"_docs", help="folder of the site (default: _docs in the project)")
     asked = parser.parse_args()
     build(asked.out, asked.engine)

@@ -42,11 +42,13 @@ def test_every_number_lies_where_it_must(size):
 def test_order_and_rotation_change_nothing(size):
     x, y = points(size), points((*size[:2], size[2] + 1, size[3]))
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(size[2]))
-    turn = torch.linalg.qr(torch.randn(x.shape[1], x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(size[2])))[0]
+    turn = torch.linalg.qr(torch.randn(x.shape[1], x.shape[1], dtype=torch.float64,
+                                       generator=torch.Generator().manual_seed(size[2])))[0]
     before, moved, turned = numbers(x, y), numbers(x[order], y[order]), numbers(x @ turn, y @ turn)
     for name in before:
         assert moved[name] == pytest.approx(before[name], abs=1e-6), name
-        if name != "gaussian_distance": assert turned[name] == pytest.approx(before[name], abs=1e-6), name # its directions stand still
+        # its directions stand still
+        if name != "gaussian_distance": assert turned[name] == pytest.approx(before[name], abs=1e-6), name
 
 
 @few
@@ -77,7 +79,8 @@ def test_the_closer_pair_is_better_aligned_and_better_separated():
 def test_a_collapsed_model_is_described_and_not_refused():
     x = np.ones((40, 8), np.float32)
     found = g.geometry(x, x)["numbers"]
-    assert [round(found[name][0], 6) for name in ("alignment", "separation", "uniformity", "mean_cosine", "effective_rank")] == [0, 0.5, 0, 1, 0]
+    assert [round(found[name][0], 6) for name in ("alignment", "separation", "uniformity", "mean_cosine",
+                                                  "effective_rank")] == [0, 0.5, 0, 1, 0]
     json.dumps(found, allow_nan=False)
 
 
@@ -96,7 +99,8 @@ def test_vectors_of_low_precision_and_one_dimension_are_no_trouble():
 
 
 @pytest.mark.parametrize("documents, queries, message", [
-    (np.zeros((0, 4)), None, "at least two texts"), (np.ones((30, 4))*np.inf, None, "length inf"), (np.ones((5, 4)), None, "at least 20 texts"),
+    (np.zeros((0, 4)), None, "at least two texts"), (np.ones((30, 4))*np.inf, None, "length inf"),
+    (np.ones((5, 4)), None, "at least 20 texts"),
     (np.ones((30, 4)), np.ones((30, 5)), "differ")])
 def test_bad_vectors_are_named(documents, queries, message):
     with pytest.raises(ValueError, match=message): g.geometry(documents, queries)
@@ -105,15 +109,20 @@ def test_bad_vectors_are_named(documents, queries, message):
 def test_figures_of_an_analysis_leave_no_trace_and_survive_missing_parts():
     import matplotlib, matplotlib.pyplot as plt
     before = dict(matplotlib.rcParams)
-    found = dict(checkpoints=[dict(label="one", step=0, **g.geometry(points((30, 4, 0, 0.0))))], isotropic=g.isotropic(30, 4, False))
-    nothing = dict(texts=30, settings=dict(rows="tokens"), layers_a=[0], layers_b=[0], matched=[[0, 0]], matrices={}, curves={}, last_layer=None, probe=None, left_out={})
+    found = dict(checkpoints=[dict(label="one", step=0, **g.geometry(points((30, 4, 0, 0.0))))],
+                 isotropic=g.isotropic(30, 4, False))
+    nothing = dict(texts=30, settings=dict(rows="tokens"), layers_a=[0], layers_b=[0], matched=[[0, 0]], matrices={},
+                   curves={}, last_layer=None, probe=None, left_out={})
     for dark in (False, True):
-        figures.similarity(nothing, dark=dark); figures.geometry_through_training(found, dark); figures.embeddings_compared(found, dark)
+        figures.similarity(nothing, dark=dark); figures.geometry_through_training(found,
+                                                                                  dark); figures.embeddings_compared(found, dark)
     assert dict(matplotlib.rcParams) == before and not plt.get_fignums()
 
 
 def test_values_that_are_not_there_are_gaps_in_a_curve():
     curve = dict(value=[0.5, None], low=[None, None], high=[None, None])
-    found = dict(texts=2, settings=dict(rows="pooled"), layers_a=[0, 1], layers_b=[0, 1], matched=[[0, 0], [1, 1]], matrices=dict(cka=[[1.0, None], [None, 0.5]]), curves=dict(cka=dict(pair=curve)), last_layer=None, probe=None, left_out={})
+    found = dict(texts=2, settings=dict(rows="pooled"), layers_a=[0, 1], layers_b=[0, 1], matched=[[0, 0], [1, 1]],
+                 matrices=dict(cka=[[1.0, None], [None, 0.5]]), curves=dict(cka=dict(pair=curve)), last_layer=None,
+                 probe=None, left_out={})
     axes = next(axes for axes in figures.similarity(found).axes if axes.lines)
     assert np.isnan(axes.lines[0].get_ydata()[1]) and axes.lines[0].get_ydata()[0] == 0.5

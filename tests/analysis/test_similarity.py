@@ -12,7 +12,9 @@ from scipy.linalg import orthogonal_procrustes
 from anchor_nb.analysis import representation_similarity as similarity, hidden_states as states, compare as streaming
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.embedder import AnchorEmbedder
-from anchor_nb.analysis.representation_similarity import Moments, block_interval, cka, cosine, dimension_correlations, hsic, moments_of, neighbours, observe, overlap, permuted, procrustes, residual, rotations, row_inverse_entropy, turned
+from anchor_nb.analysis.representation_similarity import (Moments, block_interval, cka, cosine, dimension_correlations,
+                                                          hsic, moments_of, neighbours, observe, overlap, permuted,
+                                                          procrustes, residual, rotations, row_inverse_entropy, turned)
 from anchor_nb.analysis.hidden_states import Settings
 from anchor_nb.analysis.compare import as_rows, compare
 
@@ -64,7 +66,8 @@ def test_batches_are_as_good_as_the_whole(seed, sizes, layers_x, layers_y, p, q)
         observe(part, a, b)
         total.add(part)
     assert total.rows == whole.rows
-    for own, expected in zip(total.parts(), whole.parts()): torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-10)
+    for own, expected in zip(total.parts(), whole.parts()):
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_fp32_states_far_from_the_origin_lose_nothing():
@@ -75,7 +78,8 @@ def test_fp32_states_far_from_the_origin_lose_nothing():
 
 
 def test_the_biased_estimator_rises_with_the_width_and_the_debiased_does_not():
-    found = {debiased: [cka(matrix(0, 60, width), matrix(1, 60, width), debiased) for width in (10, 100, 1000)] for debiased in (True, False)}
+    found = {debiased: [cka(matrix(0, 60, width), matrix(1, 60, width), debiased) for width in (10, 100, 1000)]
+             for debiased in (True, False)}
     assert found[False] == sorted(found[False]) and found[False][-1] > 0.9
     assert all(abs(value) < 0.15 for value in found[True])
 
@@ -101,7 +105,8 @@ def test_procrustes_finds_a_rotation_and_scores_others_by_it(seed, rows, width, 
     left, alike, found = procrustes(x, noisy, held, noisy_held)
     expected = orthogonal_procrustes(x - x.mean(0), noisy - noisy.mean(0))[0]
     near, at = (held - x.mean(0)) @ torch.tensor(expected), noisy_held - noisy.mean(0)
-    assert (left, alike) == pytest.approx((((near - at).norm()/at.norm()).item()**2, ((near*at).sum()/near.norm()/at.norm()).item()), abs=1e-8)
+    assert (left, alike) == pytest.approx((((near - at).norm()/at.norm()).item()**2,
+                                           ((near*at).sum()/near.norm()/at.norm()).item()), abs=1e-8)
     assert procrustes(x, scale*noisy, held, scale*noisy_held)[1] == pytest.approx(alike, abs=1e-8)
     torch.testing.assert_close(found @ found.T, torch.eye(width).double(), atol=1e-9, rtol=0)
 
@@ -154,7 +159,8 @@ def test_neighbours_are_the_nearest_rows_of_other_texts(seed, rows, width, per_t
 def test_overlap_is_that_of_sets_and_symmetric(seed, count):
     generator = np.random.default_rng(seed)
     a, b = [torch.tensor(np.stack([generator.permutation(30)[:10] for _ in range(8)])) for _ in range(2)]
-    expected = [len(set(x[:count]) & set(y[:count]))/len(set(x[:count]) | set(y[:count])) for x, y in zip(a.tolist(), b.tolist())]
+    expected = [len(set(x[:count]) & set(y[:count]))/len(set(x[:count]) | set(y[:count])) for x, y in zip(a.tolist(),
+                                                                                                          b.tolist())]
     assert overlap(a, b, count).tolist() == pytest.approx(expected)
     assert overlap(b, a, count).equal(overlap(a, b, count))
 
@@ -175,7 +181,8 @@ def test_the_interval_of_cka_covers_the_truth():
     truth = cka(both[:, :4], both)
     def interval(seed):
         rows = matrix(seed, 10, 20, 6)
-        sums = {name: torch.stack([hsic(moments_of(*[block[:, :4] if side == "x" else block for side in name])) for block in rows]) for name in ("xy", "xx", "yy")}
+        sums = {name: torch.stack([hsic(moments_of(*[block[:, :4] if side == "x" else block for side in name]))
+                                   for block in rows]) for name in ("xy", "xx", "yy")}
         return block_interval(similarity.ratio, sums, draws=300)
     inside = [found["low"][0] <= truth <= found["high"][0] for found in map(interval, range(100))]
     assert sum(inside) >= 88
@@ -191,7 +198,8 @@ def models(tmp_path_factory):
         embedder, generator = AnchorEmbedder.from_pretrained("tiny"), torch.Generator().manual_seed(0)
         for weight in embedder.lm.parameters(): weight.data += 0.1*torch.randn(weight.shape, generator=generator)
         other = torch.Generator().manual_seed(number)
-        for weight in embedder.lm.parameters() if number else (): weight.data += 0.02*torch.randn(weight.shape, generator=other)
+        for weight in embedder.lm.parameters() if number else ():
+            weight.data += 0.02*torch.randn(weight.shape, generator=other)
         embedder.save_pretrained(folder/name)
         found.append(str(folder/name))
     return found
@@ -222,13 +230,15 @@ def test_what_is_kept_does_not_grow_with_the_texts(models, texts, rows):
 
 @pytest.mark.parametrize("rows", ["pooled", "tokens"])
 def test_streaming_is_extracting_first(models, texts, rows):
-    a, b = [compare(*models[:2], texts, Settings(rows=rows, extract=extract, **SMALL), cache=False) for extract in (False, True)]
+    a, b = [compare(*models[:2], texts, Settings(rows=rows, extract=extract, **SMALL), cache=False)
+            for extract in (False, True)]
     assert without_cost(a) == without_cost(b)
 
 
 def test_nulls_stand_beside_every_number_and_below_it(models, texts):
     found = compare(models[0], models[1], texts, Settings(rows="tokens", **SMALL), twin=models[2])
-    assert set(found["curves"]) == {"cka", "cka_biased", "correlation", "procrustes_residual", "procrustes_cosine", "row_inverse_entropy", "knn_3"}
+    assert set(found["curves"]) == {"cka", "cka_biased", "correlation", "procrustes_residual", "procrustes_cosine",
+                                    "row_inverse_entropy", "knn_3"}
     for metric, nulls in found["curves"].items(): assert set(nulls) == {"pair", "shuffled", "random", "seeds"}, metric
     last = {(row["metric"], row["comparison"]): row for row in as_rows(found) if row["layer_a"] == 2}
     for metric in ("cka", "correlation", "procrustes_cosine", "knn_3"):
@@ -240,14 +250,19 @@ def test_nulls_stand_beside_every_number_and_below_it(models, texts):
 
 def test_a_result_is_json_and_the_same_in_another_process(models, texts, tmp_path):
     found = compare(*models[:2], texts[:40], Settings(**SMALL), out=str(tmp_path/"out"), cache=False)
-    stored = json.loads((tmp_path/"out/similarity.json").read_text(encoding="utf-8"), parse_constant=pytest.fail) # no NaN
+    # no NaN
+    stored = json.loads((tmp_path/"out/similarity.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert stored == json.loads(json.dumps(found))
-    code = "import json, sys; from anchor_nb.analysis.compare import Settings, compare; a, b, texts, small = json.load(sys.stdin); print(json.dumps(compare(a, b, texts, Settings(**small), cache=False)))"
-    said = subprocess.run([sys.executable, "-c", code], input=json.dumps([*models[:2], texts[:40], SMALL]), capture_output=True, text=True, timeout=300)
+    code = ("import json, sys; from anchor_nb.analysis.compare import Settings, compare; a, b, texts, small = "
+            "json.load(sys.stdin); print(json.dumps(compare(a, b, texts, Settings(**small), cache=False)))")
+    said = subprocess.run([sys.executable, "-c", code], input=json.dumps([*models[:2], texts[:40], SMALL]),
+                          capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stderr[-2000:]
     again = json.loads(said.stdout.splitlines()[-1])
     for metric, nulls in stored["curves"].items():
-        for null, own in nulls.items(): assert [v if v is not None else -9 for v in again["curves"][metric][null]["value"]] == pytest.approx([v if v is not None else -9 for v in own["value"]], abs=1e-5)
+        for null, own in nulls.items():
+            assert [v if v is not None else -9 for v in again["curves"][metric][null]["value"]] == pytest.approx([v
+                                                                                                                  if v is not None else -9 for v in own["value"]], abs=1e-5)
 
 
 def test_a_changed_model_text_or_setting_is_another_result(models, texts, tmp_path):
@@ -255,7 +270,9 @@ def test_a_changed_model_text_or_setting_is_another_result(models, texts, tmp_pa
     compare(*models[:2], texts[:40], Settings(**SMALL))
     compare(*models[:2], texts[:40], Settings(**SMALL | dict(micro_tokens=70)))
     assert count() == 1
-    for changed in (lambda: compare(models[0], models[2], texts[:40], Settings(**SMALL)), lambda: compare(*models[:2], texts[:41], Settings(**SMALL)), lambda: compare(*models[:2], texts[:40], Settings(**SMALL | dict(seed=1)))):
+    for changed in (lambda: compare(models[0], models[2], texts[:40], Settings(**SMALL)), lambda: compare(*models[:2],
+                                                                                                          texts[:41],
+                                                                                                          Settings(**SMALL)), lambda: compare(*models[:2], texts[:40], Settings(**SMALL | dict(seed=1)))):
         before = count()
         changed()
         assert count() == before + 1
@@ -278,11 +295,13 @@ def test_the_untrained_model_is_the_same_each_time_and_leaves_the_generator_alon
 
 
 def test_texts_that_do_not_differ_are_named(models):
-    with pytest.raises(ValueError, match="no dimension varies over these rows; give texts that differ"): compare(*models[:2], ["the same text"]*20, Settings(**SMALL), cache=False)
+    with pytest.raises(ValueError, match="no dimension varies over these rows; give texts that differ"):
+        compare(*models[:2], ["the same text"]*20, Settings(**SMALL), cache=False)
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(layers=1), "layers=1; give 0 for all, or at least 2"), (dict(blocks=0), "blocks=0; give at least 2"), (dict(neighbours=[]), "neighbours="), (dict(rows="word"), "choose one of pooled, tokens"),
+    (dict(layers=1), "layers=1; give 0 for all, or at least 2"), (dict(blocks=0), "blocks=0; give at least 2"),
+    (dict(neighbours=[]), "neighbours="), (dict(rows="word"), "choose one of pooled, tokens"),
 ])
 def test_settings_that_cannot_be_are_named(change, message):
     with pytest.raises(ValueError) as error: Settings(**change)
@@ -290,7 +309,9 @@ def test_settings_that_cannot_be_are_named(change, message):
 
 
 @pytest.mark.parametrize("texts, labels, message", [
-    ([], None, "0 texts"), (["a"]*7, None, "7 texts"), (["a", None], None, "text 1 is None"), (["a b"]*9, ["x"]*8, "one label for each text"), (["a b"]*9, ["x"]*9, "two classes"), (["a b"]*9, ["x"]*8 + ["y"], "class 'y' has 1"),
+    ([], None, "0 texts"), (["a"]*7, None, "7 texts"), (["a", None], None, "text 1 is None"),
+    (["a b"]*9, ["x"]*8, "one label for each text"), (["a b"]*9, ["x"]*9, "two classes"), (["a b"]*9, ["x"]*8 + ["y"],
+                                                                                           "class 'y' has 1"),
 ])
 def test_texts_and_labels_that_do_not_fit_are_named(models, texts, labels, message):
     with pytest.raises(ValueError) as error: compare(*models[:2], texts, Settings(**SMALL), labels=labels)

@@ -13,7 +13,8 @@ from anchor_nb.benchmarks.isolation import OURS, check_same, isolated
 from anchor_nb.runs.ledger import read_rows
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent/"nbs"/"benchmarks"
-WAYS = dict(stage1={"padded"}, stage2={"sentence-transformers", "sentence-transformers cached"}, encode={"sentence-transformers", "padded loop"},
+WAYS = dict(stage1={"padded"}, stage2={"sentence-transformers", "sentence-transformers cached"},
+            encode={"sentence-transformers", "padded loop"},
             growth={"sentence-transformers", "padded"})
 every_benchmark = pytest.mark.parametrize("name", CASES)
 
@@ -22,7 +23,8 @@ every_benchmark = pytest.mark.parametrize("name", CASES)
 def test_a_quick_benchmark_gives_figures_and_ratios(name, tmp_path):
     result = run_bench(name, quick=True, out=str(tmp_path))
     assert set(result["throughput_ratio"]) == set(result["memory_ratio"]) == WAYS[name]
-    ratios = [ratio for kind in ("throughput_ratio", "memory_ratio") for cases in result[kind].values() for ratio in cases.values()]
+    ratios = [ratio for kind in ("throughput_ratio", "memory_ratio") for cases in result[kind].values()
+              for ratio in cases.values()]
     assert ratios and all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
     rows = read_rows(tmp_path/f"{name}.jsonl")
     assert {row["way"] for row in rows if row["way"] in WAYS[name] | {OURS}} == WAYS[name] | {OURS}
@@ -34,7 +36,8 @@ def test_a_quick_benchmark_gives_figures_and_ratios(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["stage2"])
 def test_a_notebook_shows_what_its_module_measures(name, tmp_path):
-    papermill.execute_notebook(str(NOTEBOOKS/f"{name}.ipynb"), str(tmp_path/"out.ipynb"), QUICK[name] | dict(results=str(tmp_path)), progress_bar=False)
+    papermill.execute_notebook(str(NOTEBOOKS/f"{name}.ipynb"), str(tmp_path/"out.ipynb"),
+                               QUICK[name] | dict(results=str(tmp_path)), progress_bar=False)
     assert len(read_rows(tmp_path/f"{name}.jsonl")) == 1 + len(WAYS[name])
 
 
@@ -65,5 +68,6 @@ def test_memory_of_one_process_is_not_that_of_another():
 
 
 def test_importing_the_benchmarks_loads_no_heavy_library():
-    code = "import sys, anchor_nb.benchmarks.bench; print([name for name in ('torch', 'transformers', 'sentence_transformers', 'datasets', 'pandas') if name in sys.modules])"
+    code = ("import sys, anchor_nb.benchmarks.bench; print([name for name in ('torch', 'transformers', "
+            "'sentence_transformers', 'datasets', 'pandas') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

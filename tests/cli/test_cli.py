@@ -60,8 +60,10 @@ def test_dry_run_prints_the_whole_recipe_and_starts_nothing(name, stage, tmp_pat
 
 def test_later_sources_beat_earlier_ones(tmp_path):
     (tmp_path/"mine.yaml").write_text("steps: 11\nalpha: 1e-1\nseed: 5\n")
-    shown = yaml.safe_load(invoke("stage1", "--preset", "paper", "-f", tmp_path/"mine.yaml", "-p", "seed=6", "-p", "trackers=[wandb]", "--dry-run").output)
-    assert (shown["steps"], shown["alpha"], shown["seed"], shown["trackers"], shown["max_length"]) == (11, 0.1, 6, ["wandb"], 512)
+    shown = yaml.safe_load(invoke("stage1", "--preset", "paper", "-f", tmp_path/"mine.yaml", "-p", "seed=6", "-p",
+                                  "trackers=[wandb]", "--dry-run").output)
+    assert (shown["steps"], shown["alpha"], shown["seed"], shown["trackers"], shown["max_length"]) == (11, 0.1, 6,
+                                                                                                       ["wandb"], 512)
     assert yaml.safe_load(invoke("stage1", "--dry-run").output) == runs.notebook_defaults(RECIPES["stage1"])
 
 
@@ -79,7 +81,8 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["stage1", "--preset", "smok"], "no preset 'smok'\nthere are"),
     (["stage1", "-f", "no.yaml"], "there is no no.yaml\ngive the path of something that exists"),
     (["stage1", "-f", "."], ". is a folder, where a file is needed\ngive a file"),
-    (["stage1", "-p", "objectives={anchor: 1"], "objectives={anchor: 1 is no YAML (expected ',' or '}', but got '<stream end>')\nclose every bracket"),
+    (["stage1", "-p", "objectives={anchor: 1"], "objectives={anchor: 1 is no YAML (expected ',' or '}', but got "
+                                                "'<stream end>')\nclose every bracket"),
     (["stage1", "-p", "trackers=[x"], "trackers=[x is no YAML"),
     (["merge", "tiny", "tiny", "--out", "soup", "--policy", "x=[1"], "x=[1 is no YAML"),
     (["export", "tiny", "out", "-p", "pooling=[x"], "pooling=[x is no YAML"),
@@ -131,7 +134,8 @@ def test_a_mistake_in_a_shell_is_no_traceback(tmp_path):
 
 def test_a_fault_of_ours_says_so(monkeypatch):
     from anchor_nb.training import memory as planning
-    def broken(*_, **__): raise KeyError("layers")
+    def broken(*_, **__):
+        raise KeyError("layers")
     monkeypatch.setattr(planning, "report", broken)
     result = invoke("plan")
     what, fix = result.stderr.splitlines()
@@ -141,7 +145,8 @@ def test_a_fault_of_ours_says_so(monkeypatch):
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):
     from anchor_nb.training import memory as planning
-    def lacking(*_, **__): raise ModuleNotFoundError("No module named 'submitit'", name="submitit")
+    def lacking(*_, **__):
+        raise ModuleNotFoundError("No module named 'submitit'", name="submitit")
     monkeypatch.setattr(planning, "report", lacking)
     result = invoke("plan")
     assert result.stderr.startswith("anchor-nb: the package submitit is not installed\npip install anchor_nb[slurm]; ")
@@ -157,7 +162,8 @@ def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
 
 # ---- JSON ----
 
-WITH_JSON = ["analyse", "bench", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan", "push",
+WITH_JSON = ["analyse", "bench", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan",
+             "push",
              "recipe", "recipes", "search", "sweep"]
 
 
@@ -196,8 +202,10 @@ def stubbed(monkeypatch, tmp_path):
     stub("scoring_commands.run_stage", tmp_path/"x.ipynb")
     (tmp_path/"summary.json").write_text(json.dumps(dict(models={}, failed=[])))
     out = ["-p", f"out={tmp_path}", "-p", "data=pairs"]
-    words = dict(bench=["encode"], decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"], encode=["x", "--out", "y"], export=["tiny", "y"],
-                 filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"], merge=["a", "b", "--out", "y"], push=["x", "me/x"], recipe=["e5"],
+    words = dict(bench=["encode"], decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
+                 encode=["x", "--out", "y"], export=["tiny", "y"],
+                 filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"], merge=["a", "b", "--out", "y"],
+                 push=["x", "me/x"], recipe=["e5"],
                  search=["tiny", "x", "who?"], sweep=["alpha"], analyse=out, evaluate=out[:2])
     return {name: [name, *words.get(name, [])] for name in WITH_JSON}
 
@@ -215,7 +223,8 @@ def test_an_answer_is_one_json_object_if_asked_for_and_a_few_lines_if_not(name, 
 
 def test_every_command_that_has_json_is_tried():
     from typer.main import get_command
-    having = [name for name, command in get_command(app).commands.items() if any("--json" in one.opts for one in command.params)]
+    having = [name for name, command in get_command(app).commands.items() if any("--json" in one.opts
+                                                                                 for one in command.params)]
     assert sorted(having) == WITH_JSON
 
 
@@ -223,7 +232,8 @@ def test_every_command_that_has_json_is_tried():
 
 def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    job = invoke("submit", "stage1", "--slurm", "partition=gpu", "--slurm", "time=240", "--gpus", "8", "-p", "out=runs/mine", "--dry-run")
+    job = invoke("submit", "stage1", "--slurm", "partition=gpu", "--slurm", "time=240", "--gpus", "8", "-p",
+                 "out=runs/mine", "--dry-run")
     assert job.exit_code == 0 and "#SBATCH --partition=gpu" in job.output and "#SBATCH --time=240" in job.output and "'processes': 8" in job.output, job.output
     shown = invoke("sweep", "alpha", "--dry-run")
     assert shown.exit_code == 0 and "stage1-" in shown.output and "waiting" in shown.output, shown.output
@@ -233,7 +243,9 @@ def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypat
 def test_methods_are_listed_and_one_is_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed, cards = invoke("recipes").output.splitlines(), json.loads(invoke("recipes", "--json").output)
-    assert [line.split()[0] for line in listed] == list(cards) and set(cards) == {"anchor", "llm2vec", "echo", "llama2vec", "gritlm-re", "e5", "bge-icl"}
+    assert [line.split()[0] for line in listed] == list(cards) and set(cards) == {"anchor", "llm2vec", "echo",
+                                                                                  "llama2vec", "gritlm-re", "e5",
+                                                                                  "bge-icl"}
     assert all(card["differs"] for card in cards.values())
     shown = invoke("recipe", "llm2vec", "-p", "stage1.steps=7", "--dry-run").output
     assert all(f"{stage}-" in shown for stage in ("prepare", "stage1", "stage2", "evaluate"))
@@ -243,9 +255,11 @@ def test_methods_are_listed_and_one_is_shown(tmp_path, monkeypatch):
 
 def test_a_corpus_is_encoded_from_a_shell_and_gone_on_with(tmp_path):
     "Parameters arrive as text and count as numbers; stdout is one JSON object; the second call finds all shards there."
-    (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=f"d{n}", text=f"text number {n}")) + "\n" for n in range(10)))
+    (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=f"d{n}", text=f"text number {n}")) + "\n"
+                                                 for n in range(10)))
     for made in (3, 0):
-        result = shell("encode", "corpus.jsonl", "--model", "tiny", "--out", "vectors", "--dtype", "int8", "-p", "shard_rows=4", "--json", cwd=tmp_path)
+        result = shell("encode", "corpus.jsonl", "--model", "tiny", "--out", "vectors", "--dtype", "int8", "-p",
+                       "shard_rows=4", "--json", cwd=tmp_path)
         assert result.returncode == 0, result.stderr[-2000:]
         found = json.loads(result.stdout)
         assert (found["rows"], found["shards"], found["made_shards"], found["complete"]) == (10, 3, made, True)
@@ -257,7 +271,8 @@ def test_a_corpus_is_encoded_from_a_shell_and_gone_on_with(tmp_path):
 def smoke(tmp_path_factory):
     "The whole pipeline on a tiny model and toy text, from a shell."
     folder = tmp_path_factory.mktemp("smoke")
-    result = shell("pipeline", "--preset", "smoke", "--out", "runs/all", "-p", "stage2.steps=4", "-p", "stage1.steps=4", cwd=folder)
+    result = shell("pipeline", "--preset", "smoke", "--out", "runs/all", "-p", "stage2.steps=4", "-p", "stage1.steps=4",
+                   cwd=folder)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return folder, result.stdout
 
@@ -266,7 +281,8 @@ def test_the_pipeline_runs_and_prints_the_report_last(smoke):
     folder, shown = smoke
     page = Path(shown.splitlines()[-1])
     assert page == folder/"runs/all/report.html" and page.stat().st_size > 100_000
-    assert [line.split()[2] for line in shown.splitlines() if line.startswith("== ") and "/6" in line] == list(pipeline.STEPS)
+    assert [line.split()[2] for line in shown.splitlines() if line.startswith("== ")
+            and "/6" in line] == list(pipeline.STEPS)
     assert list(ledgers.read_json(folder/"runs/all/pipeline.json")["seconds"]) == list(pipeline.STEPS)
 
 
@@ -275,8 +291,10 @@ def test_every_training_run_is_complete_and_its_steps_are_counted(smoke):
     for name in ("stage1", "anchor", "baseline"):
         assert runs.read_manifest(folder/"runs/all"/name)["status"] == "complete"
         assert [row["step"] for row in rows(folder/"runs/all"/name/"metrics.jsonl")] == [1, 2, 3, 4]
-        assert "image/png" in (folder/"runs/all/notebooks"/f"{name}.ipynb").read_text(), "the executed notebook shows its figure"
-    assert {"untrained", "stage1", "anchor", "baseline", "bm25"} <= {row["label"] for row in rows(folder/"runs/all/ledger.jsonl")}
+        assert "image/png" in (folder/"runs/all/notebooks"/f"{name}.ipynb").read_text(), ("the executed notebook shows "
+                                                                                          "its figure")
+    assert {"untrained", "stage1", "anchor", "baseline", "bm25"} <= {row["label"]
+                                                                     for row in rows(folder/"runs/all/ledger.jsonl")}
 
 
 def test_a_finished_stage_is_not_run_again(smoke):
@@ -293,13 +311,15 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(smoke):
     folder, _ = smoke
     before = (folder/"runs/all/stage1/run.json").read_bytes()
     result = shell("stage1", "-f", "stage1.yaml", "-p", "steps=9", "-o", "other.ipynb", cwd=folder)
-    assert result.returncode == 1 and "steps is 4 there and 9 here" in result.stderr and "Traceback" not in result.stderr
+    assert (result.returncode == 1 and "steps is 4 there and 9 here" in result.stderr
+            and "Traceback" not in result.stderr)
     assert (folder/"runs/all/stage1/run.json").read_bytes() == before
 
 
 def test_two_processes_take_the_same_steps_as_one(smoke):
     folder, _ = smoke
-    result = subprocess.run([COMMAND, "stage1", "-f", "stage1.yaml", "-p", "out=two", "-p", "processes=2"], cwd=folder, capture_output=True, text=True,
+    result = subprocess.run([COMMAND, "stage1", "-f", "stage1.yaml", "-p", "out=two", "-p", "processes=2"], cwd=folder,
+                            capture_output=True, text=True,
                             env={**os.environ, "ACCELERATE_USE_CPU": "1"}, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     one, two = rows(folder/"runs/all/stage1/metrics.jsonl"), rows(folder/"two/metrics.jsonl")
@@ -311,5 +331,6 @@ def test_two_processes_take_the_same_steps_as_one(smoke):
 def test_the_command_in_the_manifest_runs_as_it_stands(smoke):
     folder, _ = smoke
     command = runs.read_manifest(folder/"runs/all/stage1")["command"]
-    result = subprocess.run(f"{COMMAND.parent}/{command} --dry-run", shell=True, cwd=folder, capture_output=True, text=True)
+    result = subprocess.run(f"{COMMAND.parent}/{command} --dry-run", shell=True, cwd=folder, capture_output=True,
+                            text=True)
     assert yaml.safe_load(result.stdout) == {**runs.read_manifest(folder/"runs/all/stage1")["recipe"]}

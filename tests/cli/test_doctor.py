@@ -32,7 +32,8 @@ print(json.dumps(summary(checks())))
 
 
 def run(code, cwd, **variables):
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300, env=os.environ | variables)
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300,
+                          env=os.environ | variables)
 
 
 def test_this_machine_is_well_and_the_network_is_left_alone(tmp_path):
@@ -47,7 +48,8 @@ def test_this_machine_is_well_and_the_network_is_left_alone(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to_fails_and_the_rest_is_looked_at(tmp_path):
     (tmp_path/"cache").write_text("a file where a folder should be")
-    code = "import json; from anchor_nb.cli.doctor import checks, summary; print(json.dumps(summary(checks(smoke=False))))"
+    code = ("import json; from anchor_nb.cli.doctor import checks, summary; "
+            "print(json.dumps(summary(checks(smoke=False))))")
     found = json.loads(run(code, tmp_path, ANCHOR_NB_CACHE=str(tmp_path/"cache")).stdout)
     assert found["failed"] == ["cache"] and not found["ok"]
     cache, = [check for check in found["checks"] if check["name"] == "cache"]
@@ -56,7 +58,10 @@ def test_a_folder_that_cannot_be_written_to_fails_and_the_rest_is_looked_at(tmp_
 
 def test_a_kernel_of_another_environment_fails(tmp_path, monkeypatch):
     (tmp_path/"kernels/python3").mkdir(parents=True)
-    (tmp_path/"kernels/python3/kernel.json").write_text(json.dumps(dict(argv=["/opt/other/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"], display_name="other", language="python")))
+    (tmp_path/"kernels/python3/kernel.json").write_text(json.dumps(dict(argv=["/opt/other/bin/python", "-m",
+                                                                              "ipykernel_launcher", "-f",
+                                                                              "{connection_file}"],
+                                                                        display_name="other", language="python")))
     assert check_kernel().status == "ok"
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))  # comes before the environment's own
     found = check_kernel()
@@ -104,7 +109,8 @@ def test_ranks_are_noticed_and_those_that_are_left_over_are_told_from_true_ones(
 
 def test_broken_training_is_noticed(monkeypatch):
     import anchor_nb.training.trainer
-    monkeypatch.setattr(anchor_nb.training.trainer, "train", lambda recipe: (_ for _ in ()).throw(RuntimeError("CUDA error: no kernel image is available")))
+    monkeypatch.setattr(anchor_nb.training.trainer, "train",
+                        lambda recipe: (_ for _ in ()).throw(RuntimeError("CUDA error: no kernel image is available")))
     found = found_by("smoke", check_smoke)
     assert found.status == "fail" and "no kernel image" in found.found
 

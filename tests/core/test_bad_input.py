@@ -62,7 +62,8 @@ def test_batch_larger_than_dataset(tmp_path): assert "larger than toy" in refuse
 
 
 def test_alpha_outside(tmp_path):
-    with pytest.raises(ValueError, match=r"alpha must lie in \[0, 1\], it is 1.5"): recipe(Stage1, tmp_path/"out", alpha=1.5)
+    with pytest.raises(ValueError, match=r"alpha must lie in \[0, 1\], it is 1.5"):
+        recipe(Stage1, tmp_path/"out", alpha=1.5)
 
 
 def test_max_length_below_template(tmp_path): assert "leaves no room for text" in refused(tmp_path, max_length=3)
@@ -82,7 +83,8 @@ def test_tokenizer_without_eos(tmp_path):
 
 
 def test_model_without_head(tmp_path):
-    assert "LlamaModel is no causal language model" in refused(tmp_path, model=changed_model(tmp_path, "config.json", architectures=["LlamaModel"]))
+    assert "LlamaModel is no causal language model" in refused(tmp_path, model=changed_model(tmp_path, "config.json",
+                                                                                             architectures=["LlamaModel"]))
 
 
 def test_model_that_is_not_there(tmp_path): assert "no-such" in refused(tmp_path, model="./no-such-model")
@@ -91,7 +93,8 @@ def test_model_that_is_not_there(tmp_path): assert "no-such" in refused(tmp_path
 @pytest.mark.parametrize("name", ["model", "data"])
 def test_a_run_in_what_it_reads(name, tmp_path):
     "It would change its own input while it runs."
-    folder = changed_model(tmp_path, "config.json") if name == "model" else str(shutil.copytree(toy_pairs(), tmp_path/"pairs"))
+    folder = changed_model(tmp_path, "config.json") if name == "model" else str(shutil.copytree(toy_pairs(),
+                                                                                                tmp_path/"pairs"))
     before = sorted(Path(folder).rglob("*"))
     settings = recipe(Stage1, folder if name == "data" else f"{folder}/run", **{name: folder})
     with pytest.raises(ValueError, match=f"would change {name}={folder}"): train(settings)
@@ -101,13 +104,15 @@ def test_a_run_in_what_it_reads(name, tmp_path):
 def test_a_run_over_the_model_that_it_starts_from(tmp_path):
     "It would write its own model there."
     shutil.copytree(resolve_model("tiny"), tmp_path/"run"/"model")
-    with pytest.raises(ValueError, match=f"would change model={tmp_path/'run'}"): train(recipe(Stage1, tmp_path/"run", model=str(tmp_path/"run")))
+    with pytest.raises(ValueError, match=f"would change model={tmp_path/'run'}"):
+        train(recipe(Stage1, tmp_path/"run", model=str(tmp_path/"run")))
 
 
 def test_huge_text_keeps_eos_and_trains(tmp_path):
     "A text far over the limit is cut, its [EOS] is not, and the run goes on."
     (tmp_path/"data").mkdir()
-    (tmp_path/"data"/"mine.jsonl").write_text("".join(json.dumps(dict(query="word " * 20_000, positive="文字" * 30_000)) + "\n" for _ in range(8)))
+    (tmp_path/"data"/"mine.jsonl").write_text("".join(json.dumps(dict(query="word " * 20_000, positive="文字" * 30_000))
+                                                      + "\n" for _ in range(8)))
     settings = recipe(Stage1, tmp_path/"out", data=str(tmp_path/"data"), steps=1)
     formatter = check_inputs(settings).formatter
     tokens, = formatter(["word " * 20_000])
@@ -142,7 +147,8 @@ def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):
     (tmp_path/"data").mkdir()
     usual = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"out"))
     change = {name: str(tmp_path/"data") if value == "EMPTY" else value for name, value in change.items()}
-    with pytest.raises(StageError, match=expected): run_stage("stage1", usual | change, output=tmp_path/"stage1.ipynb", log=False)
+    with pytest.raises(StageError, match=expected):
+        run_stage("stage1", usual | change, output=tmp_path/"stage1.ipynb", log=False)
     assert [path.name for path in (tmp_path/"out").iterdir()] == [".stage1.lock"]
 
 

@@ -49,7 +49,8 @@ with new_folder(Path(sys.argv[1])) as work:
 
 def test_what_a_killed_process_leaves_is_cleared_away(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path/"toy"])
-    assert killed.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 1 and os.listdir(tmp_path)[0].startswith(".toy-")
+    assert (killed.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 1
+            and os.listdir(tmp_path)[0].startswith(".toy-"))
     with new_folder(tmp_path/"toy-two") as work: (work/"whole").touch() # another folder, though its name begins alike
     assert len(os.listdir(tmp_path)) == 2
     with new_folder(tmp_path/"toy") as work: (work/"whole").touch()
@@ -60,4 +61,6 @@ def test_a_refusal_names_both_places(tmp_path):
     (tmp_path/"my/pairs").mkdir(parents=True)
     (tmp_path/"link").symlink_to(tmp_path/"my")
     with pytest.raises(ValueError) as caught: keep_apart(tmp_path/"link", data=tmp_path/"my/pairs")
-    for said in (f"out={tmp_path/'link'} holds data={tmp_path/'my/pairs'}", f"({tmp_path/'my'} and {tmp_path/'my/pairs'})"): assert said in str(caught.value)
+    for said in (f"out={tmp_path/'link'} holds data={tmp_path/'my/pairs'}", f"({tmp_path/'my'} and "
+                                                                            f"{tmp_path/'my/pairs'})"):
+        assert said in str(caught.value)

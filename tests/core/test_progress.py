@@ -43,7 +43,8 @@ def quiet_environment(**variables):
 @pytest.fixture(scope="module")
 def kernel():
     "A kernel, asked as JupyterLab asks it or as a batch does."
-    manager, client = start_new_kernel(kernel_name="python3", extra_arguments=["--log-level=ERROR"], env=quiet_environment(OMP_NUM_THREADS="1", PYDEVD_DISABLE_FILE_VALIDATION="1"))
+    manager, client = start_new_kernel(kernel_name="python3", extra_arguments=["--log-level=ERROR"],
+                                       env=quiet_environment(OMP_NUM_THREADS="1", PYDEVD_DISABLE_FILE_VALIDATION="1"))
 
     def ask(code, person):
         messages = []
@@ -56,7 +57,9 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
-def printed(messages, stream): return "".join(m["content"]["text"] for m in messages if m["msg_type"] == "stream" and m["content"]["name"] == stream)
+def printed(messages, stream):
+    return "".join(m["content"]["text"] for m in messages if m["msg_type"] == "stream"
+                   and m["content"]["name"] == stream)
 
 
 def bar_values(messages):
@@ -70,7 +73,9 @@ def texts(messages):
     return " ".join(state["value"] for state in states if isinstance(state.get("value"), str)).replace("\u2007", " ")
 
 
-def views(messages): return [m for m in messages if m["msg_type"] == "display_data" and "application/vnd.jupyter.widget-view+json" in m["content"]["data"]]
+def views(messages):
+    return [m for m in messages if m["msg_type"] == "display_data"
+            and "application/vnd.jupyter.widget-view+json" in m["content"]["data"]]
 
 
 def test_a_person_sees_a_widget_that_moves(kernel):
@@ -91,7 +96,8 @@ def test_a_batch_gets_lines_from_the_same_kernel(kernel):
 
 def test_processes_that_a_person_launches_move_a_widget_too(kernel, tmp_path):
     messages = kernel(RANKS.format(folder=str(tmp_path)), person=True)
-    assert printed(messages, "stdout") == "Relay\n", printed(messages, "stderr") + str([m["content"] for m in messages if m["msg_type"] == "error"])
+    assert printed(messages, "stdout") == "Relay\n", printed(messages, "stderr") + str([m["content"] for m in messages
+                                                                                        if m["msg_type"] == "error"])
     assert len(views(messages)) == 1
     values = bar_values(messages)
     assert values == sorted(values) and len(set(values)) > 2 and values[-1] == 6, values
@@ -106,18 +112,27 @@ def test_processes_that_a_batch_launches_write_lines(kernel, tmp_path):
 
 @pytest.mark.parametrize("way", ["papermill", "nbconvert"])
 def test_notebooks_that_run_in_a_batch_hold_lines(way, tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LOOP)], metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LOOP)],
+                                        metadata=dict(kernelspec=dict(name="python3", display_name="python3",
+                                                                      language="python")))
     nbformat.write(notebook, tmp_path/"in.ipynb")
-    words = dict(papermill=["-m", "papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"], nbconvert=["-m", "nbconvert", "--to", "notebook", "--execute", "in.ipynb", "--output", "out.ipynb"])[way]
-    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, capture_output=True, env=quiet_environment(JPY_SESSION_NAME="a/notebook.ipynb", PYDEVD_DISABLE_FILE_VALIDATION="1"), timeout=120)
+    words = dict(papermill=["-m", "papermill", "in.ipynb", "out.ipynb", "--no-progress-bar"],
+                 nbconvert=["-m", "nbconvert", "--to", "notebook", "--execute", "in.ipynb", "--output",
+                            "out.ipynb"])[way]
+    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, capture_output=True,
+                   env=quiet_environment(JPY_SESSION_NAME="a/notebook.ipynb", PYDEVD_DISABLE_FILE_VALIDATION="1"),
+                   timeout=120)
     outputs = nbformat.read(tmp_path/"out.ipynb", 4).cells[0].outputs
     assert "widget" not in json.dumps(outputs)
-    streams = {name: "".join(output["text"] for output in outputs if output.get("name") == name) for name in ("stdout", "stderr")}
-    assert streams["stdout"] == "lines\n" and "encode: 4/4 texts (100%)" in streams["stderr"] and "\r" not in streams["stderr"]
+    streams = {name: "".join(output["text"] for output in outputs if output.get("name") == name) for name in ("stdout",
+                                                                                                              "stderr")}
+    assert (streams["stdout"] == "lines\n" and "encode: 4/4 texts (100%)" in streams["stderr"]
+            and "\r" not in streams["stderr"])
 
 
 def in_a_process(stderr, **variables):
-    return subprocess.run([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=stderr, env=quiet_environment(**variables), text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=stderr,
+                          env=quiet_environment(**variables), text=True, timeout=60)
 
 
 def test_a_log_gets_a_line(tmp_path):
@@ -154,4 +169,5 @@ def test_training_draws_through_this_one_function():
     "No other module of the package imports tqdm."
     import anchor_nb
     modules = Path(anchor_nb.__file__).parent.rglob("*.py")
-    assert [path.name for path in modules if "tqdm" in path.read_text(encoding="utf-8") and "import tqdm" in path.read_text(encoding="utf-8")] == ["progress.py"]
+    assert [path.name for path in modules if "tqdm" in path.read_text(encoding="utf-8")
+            and "import tqdm" in path.read_text(encoding="utf-8")] == ["progress.py"]

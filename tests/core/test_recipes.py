@@ -16,7 +16,8 @@ from anchor_nb.core.recipe import RECIPES
 from anchor_nb.training.trainer import train
 from common import rows
 
-TINY = dict(data=str(build_corpus("toy")/"pairs"), instructions="corpora", steps=3, global_batch=8, warmup_steps=1, max_length=64, save_steps=0, micro_tokens=10_000, precision="fp64")
+TINY = dict(data=str(build_corpus("toy")/"pairs"), instructions="corpora", steps=3, global_batch=8, warmup_steps=1,
+            max_length=64, save_steps=0, micro_tokens=10_000, precision="fp64")
 
 
 def settings(method, stage, out, **more):
@@ -46,7 +47,8 @@ def test_a_preset_is_its_original_but_for_what_it_says(method, stage):
     for name, value in written.items():
         different = isinstance(value, dict) and "said" in value
         original = value["original"] if different else value
-        assert (getattr(recipe, name) != original) == different, f"{name}: {getattr(recipe, name)!r}, original {original!r}"
+        assert (getattr(recipe,
+                        name) != original) == different, f"{name}: {getattr(recipe, name)!r}, original {original!r}"
         assert not different or value["said"] in card, f"{name} differs, and no card says {value['said']!r}"
 
 
@@ -64,8 +66,12 @@ def test_every_method_runs_to_vectors(method, tmp_path):
     assert all(np.isfinite(row["loss"]) for row in rows(out)) and len(rows(out)) == 3
 
 
-@pytest.mark.parametrize("method, stage, more", [("llm2vec", "stage1", {}), ("llama2vec", "stage1", {}), ("llama2vec", "stage1", dict(objectives=dict(llara=1.0), pooling="tokens", pooling_tokens=4)),
-    ("anchor", "stage1", dict(objectives=dict(anchor=1.0, ebae=0.5))), ("gritlm-re", "stage2", dict(sigreg=0.05)), ("echo", "stage2", dict(both_directions=True, matryoshka_dims=[8])), ("bge-icl", "stage2", {})])
+@pytest.mark.parametrize("method, stage, more", [("llm2vec", "stage1", {}), ("llama2vec", "stage1", {}),
+                                                 ("llama2vec", "stage1", dict(objectives=dict(llara=1.0),
+                                                                              pooling="tokens", pooling_tokens=4)),
+    ("anchor", "stage1", dict(objectives=dict(anchor=1.0, ebae=0.5))), ("gritlm-re", "stage2", dict(sigreg=0.05)),
+                                                 ("echo", "stage2", dict(both_directions=True, matryoshka_dims=[8])),
+                                                 ("bge-icl", "stage2", {})])
 def test_micro_batches_and_processes_change_nothing(method, stage, more, tmp_path):
     ways = dict(plain={}, pieces=dict(micro_tokens=150), ranks=dict(micro_tokens=300, processes=2))
     found = {}
@@ -73,7 +79,8 @@ def test_micro_batches_and_processes_change_nothing(method, stage, more, tmp_pat
         recipe = settings(method, stage, tmp_path/name, **more | how)
         launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
         found[name] = [(row["loss"], row["grad_norm"]) for row in rows(recipe.out)]
-    for name in ("pieces", "ranks"): assert np.array(found[name]) == pytest.approx(np.array(found["plain"]), rel=1e-6), name
+    for name in ("pieces", "ranks"):
+        assert np.array(found[name]) == pytest.approx(np.array(found["plain"]), rel=1e-6), name
 
 
 def test_a_bidirectional_model_does_not_become_causal_by_silence(tmp_path):

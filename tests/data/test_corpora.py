@@ -54,7 +54,8 @@ def test_fetch_once(cache, monkeypatch):
 def test_hash_mismatch(cache, monkeypatch):
     fake_client(monkeypatch, b"other bytes")
     with pytest.raises(FetchError) as caught: sources.fetch_package(THING)
-    for part in ("thing 1.0", "not the pinned one", f"put the file {THING.file} with sha256 {THING.sha256} into", str(cache)):
+    for part in ("thing 1.0", "not the pinned one", f"put the file {THING.file} with sha256 {THING.sha256} into",
+                 str(cache)):
         assert part in str(caught.value)
     assert files(cache) == {}
 
@@ -62,7 +63,8 @@ def test_hash_mismatch(cache, monkeypatch):
 @pytest.mark.parametrize("client,program", [("apt", "apt-get"), ("npm", "npm")])
 def test_missing_client(cache, monkeypatch, client, program):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(FetchError, match=rf"Could not fetch thing 1.0: `{program} .*{program} is not installed.*Fix: connect"):
+    with pytest.raises(FetchError, match=rf"Could not fetch thing 1.0: `{program} .*{program} is not installed.*Fix: "
+                                         rf"connect"):
         sources.fetch_package(replace(THING, client=client))
     assert files(cache) == {}
 
@@ -70,7 +72,8 @@ def test_missing_client(cache, monkeypatch, client, program):
 def test_no_registry(cache, monkeypatch):
     "A real pip that can reach nothing fails with the command and the fix."
     for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}.items(): monkeypatch.setenv(name, value)
-    with pytest.raises(FetchError, match="python -m pip download .* thing==1.0` failed with exit status 1.*Fix: connect"):
+    with pytest.raises(FetchError, match="python -m pip download .* thing==1.0` failed with exit status 1.*Fix: "
+                                         "connect"):
         sources.fetch_package(THING)
 
 
@@ -97,8 +100,10 @@ def test_failed_build_leaves_what_was_there(cache, monkeypatch):
 def test_killed_build_is_not_taken_for_a_finished_one(cache):
     "The process dies in the middle of writing; the next one builds as if nothing had been."
     script = ("import time, sys\nfrom anchor_nb.data import corpora\n"
-              "corpora.write_notice = lambda *_: (print('writing', flush=True), time.sleep(60))\ncorpora.build_corpus('toy')")
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent.parent)
+              "corpora.write_notice = lambda *_: (print('writing', flush=True), "
+              "time.sleep(60))\ncorpora.build_corpus('toy')")
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                               cwd=Path(__file__).parent.parent.parent)
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -115,7 +120,8 @@ def test_toy_is_the_same_everywhere(tmp_path):
     other = json.loads((corpora.build_corpus("toy", tmp_path / "c", negatives=2, seed=1) / "manifest.json").read_text())
     same = json.loads((one / "manifest.json").read_text())
     assert other["sha256"]["pairs/toy.jsonl"] != same["sha256"]["pairs/toy.jsonl"]
-    for file in ("eval/corpus.jsonl", "eval/queries.jsonl", "eval/qrels.tsv"): assert other["sha256"][file] == same["sha256"][file]
+    for file in ("eval/corpus.jsonl", "eval/queries.jsonl", "eval/qrels.tsv"):
+        assert other["sha256"][file] == same["sha256"][file]
 
 
 def test_layout(tmp_path):
@@ -142,9 +148,11 @@ def assert_fair(folder):
     seen = sorted({text for pair in pairs for text in [pair["positive"], *pair["negatives"]]})
     tested = [row["text"] for row in documents]
     assert not {pair["id"] for pair in pairs} & {row["_id"] for row in documents}
-    assert not {corpora.normalise(pair["query"]) for pair in pairs} & {corpora.normalise(row["text"]) for row in queries}
+    assert not {corpora.normalise(pair["query"]) for pair in pairs} & {corpora.normalise(row["text"])
+                                                                       for row in queries}
     assert corpora.distinct(seen + tested, corpus.threshold) == list(range(len(seen) + len(tested)))
-    assert all(pair["positive"] not in pair["negatives"] and len(set(pair["negatives"])) == len(pair["negatives"]) for pair in pairs)
+    assert all(pair["positive"] not in pair["negatives"] and len(set(pair["negatives"])) == len(pair["negatives"])
+               for pair in pairs)
 
 
 def test_toy_split_is_fair(tmp_path):
@@ -166,7 +174,8 @@ def test_distinct(texts, threshold):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["what is it", "who", "Who?", ""]), WORDS, st.sampled_from("xy")), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from(["what is it", "who", "Who?", ""]), WORDS, st.sampled_from("xy")),
+                max_size=20))
 def test_clean_and_split(rows):
     "Queries left are unique; the two sides share no document and together hold all."
     corpus = replace(corpora.CORPORA["toy"], shortest=1)
@@ -208,10 +217,14 @@ def test_hub_first_when_configured(monkeypatch, cache):
 def test_stanza_of_a_debian_index(tmp_path):
     "One binary a source, transitional packages dropped, descriptions joined by checksum."
     import gzip
-    packages = "".join(f"Package: {name}\nSource: {source}\nSection: main/games\nDescription-md5: {md5}\n\n" for name, source, md5 in
-                       [("alpha-data", "alpha (1.0)", "1"), ("alpha", "alpha", "2"), ("old", "old", "3"), ("beta", "beta", "4")])
-    texts = "".join(f"Package: x\nDescription-md5: {md5}\nDescription-en: {first}\n {rest}\n .\n more: of it\n\n" for md5, first, rest in
-                    [("1", "data", "Data of it."), ("2", "a game", "Play it."), ("3", "transitional package", "Remove it.")])
+    packages = "".join(f"Package: {name}\nSource: {source}\nSection: main/games\nDescription-md5: {md5}\n\n"
+                       for name, source, md5 in
+                       [("alpha-data", "alpha (1.0)", "1"), ("alpha", "alpha", "2"), ("old", "old", "3"),
+                        ("beta", "beta", "4")])
+    texts = "".join(f"Package: x\nDescription-md5: {md5}\nDescription-en: {first}\n {rest}\n .\n more: of it\n\n"
+                    for md5, first, rest in
+                    [("1", "data", "Data of it."), ("2", "a game", "Play it."), ("3", "transitional package",
+                                                                                 "Remove it.")])
     (tmp_path / "Packages.gz").write_bytes(gzip.compress(packages.encode()))
     (tmp_path / "Translation-en.gz").write_bytes(gzip.compress(texts.encode()))
     assert sources.debian_items(tmp_path) == [Item("alpha", "a game", "Play it. more: of it", "games")]
@@ -251,7 +264,10 @@ def test_smollm2():
 
 @pytest.mark.registry
 def test_labelled_sets(tmp_path):
-    for name, counts in {"sts": {"simlex": 999, "wordsim": 353, "lee": 1225}, "sentiment": {"amazon": 1000, "imdb": 1000, "yelp": 1000}}.items():
+    for name, counts in {"sts": {"simlex": 999, "wordsim": 353, "lee": 1225}, "sentiment": {"amazon": 1000,
+                                                                                            "imdb": 1000,
+                                                                                            "yelp": 1000}}.items():
         folder = corpora.build_labelled(name, tmp_path)
         assert json.loads((folder / "manifest.json").read_text())["counts"] == counts
-        assert {p.name for p in folder.iterdir()} == {"manifest.json", "LICENSE.md"} | {f"{part}.jsonl" for part in counts}
+        assert {p.name for p in folder.iterdir()} == {"manifest.json", "LICENSE.md"} | {f"{part}.jsonl"
+                                                                                        for part in counts}

@@ -20,10 +20,13 @@ GOOD = '{"query": "a question", "positive": "an answer"}\n'
     ('{"query": "a", "positive": "b", "negatives": [["c", "d"]]}', ", field 'negatives[0]' is a list of two texts"),
     ('{"query": "a", "pos": ["b", ["c", "d"]]}', ", field 'pos[1]' is a list of two texts"),
     ('{"query": "a", "positive": "b", "x": ' + "[" * 2000 + "]" * 2000 + "}", ": JSON that is nested too deeply"),
-    ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 400 + "]}", ", field 'positive_scores[0]' holds something that is no finite"),
+    ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 400 + "]}", ", field 'positive_scores[0]' holds "
+                                                                                 "something that is no finite"),
     ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 5000 + "]}", ": a number that cannot be read"),
-    ('{"query": "a", "positive": "b", "negative": "c", "scores": [0.5, NaN]}', ", field 'scores[0]' holds something that is no finite number: nan"),
-    ('{"query": "a", "positive": "b", "positive_scores": [Infinity]}', ", field 'positive_scores[0]' holds something that is no finite number: inf")])
+    ('{"query": "a", "positive": "b", "negative": "c", "scores": [0.5, NaN]}', ", field 'scores[0]' holds something "
+                                                                               "that is no finite number: nan"),
+    ('{"query": "a", "positive": "b", "positive_scores": [Infinity]}', ", field 'positive_scores[0]' holds something "
+                                                                       "that is no finite number: inf")])
 def test_a_faulty_line_has_its_place(line, expected, tmp_path):
     (tmp_path/"mine.jsonl").write_text(GOOD * 2 + line + "\n" + GOOD)
     with pytest.raises(ValueError) as caught: load_pairs(str(tmp_path), tmp_path/"cache")
@@ -32,15 +35,19 @@ def test_a_faulty_line_has_its_place(line, expected, tmp_path):
 
 @pytest.mark.parametrize("raw, instruction, document_instruction", [
     (dict(query=["i", "a"], pos=["b"]), "i", ""), (dict(query=["", "a"], pos=[["", "b"]], neg=[["", "c"]]), "", ""),
-    (dict(query=["i", "a"], pos=[["j", "b"]], neg=[["j", "c"]]), "i", "j"), (dict(query="a", positive=[["j", "b"]], negatives=["c"], instruction="i"), "i", "j"),
+    (dict(query=["i", "a"], pos=[["j", "b"]], neg=[["j", "c"]]), "i", "j"),
+    (dict(query="a", positive=[["j", "b"]], negatives=["c"], instruction="i"), "i", "j"),
     (dict(query=["i", "a"], pos=["b"], instruction="i"), "i", "")])
 def test_what_gritlm_writes_is_read(raw, instruction, document_instruction):
     row = parse_row(raw)
-    assert (row["query"], row["positives"], row["instruction"], row["document_instruction"]) == ("a", ["b"], instruction, document_instruction)
+    assert (row["query"], row["positives"], row["instruction"], row["document_instruction"]) == ("a", ["b"],
+                                                                                                 instruction,
+                                                                                                 document_instruction)
 
 
 @pytest.mark.parametrize("name, content, fix", [
-    ("b.jsonl.gz", b"\x1f\x8b", "gunzip"), ("b.csv", b"query,positive\na,b\n", "csv.DictReader"), ("b.tsv", b"query\tpositive\n", r'delimiter="\t"'),
+    ("b.jsonl.gz", b"\x1f\x8b", "gunzip"), ("b.csv", b"query,positive\na,b\n", "csv.DictReader"),
+    ("b.tsv", b"query\tpositive\n", r'delimiter="\t"'),
     ("b.json", f"[{GOOD}]".encode(), "json.load("), ("b.json", GOOD.encode(), "mv "), ("b.zip", b"PK", "unzip")])
 def test_a_file_that_would_not_be_read_is_named(name, content, fix, tmp_path):
     (tmp_path/name).write_bytes(content)
@@ -79,7 +86,8 @@ def test_a_file_with_an_old_time_and_new_rows(name, tmp_path):
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path):
     (tmp_path/"a.parquet").write_bytes(b"rows")
-    with pytest.raises(ValueError, match="a.parquet cannot be read as parquet .*write it again"): load_pairs(str(tmp_path), tmp_path/"cache")
+    with pytest.raises(ValueError, match="a.parquet cannot be read as parquet .*write it again"):
+        load_pairs(str(tmp_path), tmp_path/"cache")
 
 
 @pytest.mark.parametrize("name", ["b.CSV", "b.JSONL", "b.ndjson", "b.Parquet"])

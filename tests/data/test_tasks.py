@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.data.retrieval_sets import Retrieval, as_task, classification_task, clustering_task, draw, pair_task, read_retrieval, relevant, sts_task, subset
+from anchor_nb.data.retrieval_sets import (Retrieval, as_task, classification_task, clustering_task, draw, pair_task,
+                                           read_retrieval, relevant, sts_task, subset)
 from common import shuffle, tasks
 
 
@@ -34,16 +35,19 @@ def test_a_draw_is_the_same_on_every_machine():
 @pytest.fixture
 def folder(tmp_path):
     "A small set on disk in the BEIR layout."
-    (tmp_path/"corpus.jsonl").write_text('{"_id": "d1", "title": "T", "text": "one"}\n\n{"_id": "d2", "title": "", "text": ""}\n', encoding="utf-8")
+    (tmp_path/"corpus.jsonl").write_text('{"_id": "d1", "title": "T", "text": "one"}\n\n{"_id": "d2", "title": "", '
+                                         '"text": ""}\n', encoding="utf-8")
     (tmp_path/"queries.jsonl").write_text('{"_id": "q1", "text": "ein Kühlschrank"}\n', encoding="utf-8")
     (tmp_path/"qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n", encoding="utf-8")
-    (tmp_path/"task.json").write_text(json.dumps(dict(name="t", instruction="", license="CC0", source="made up")), encoding="utf-8")
+    (tmp_path/"task.json").write_text(json.dumps(dict(name="t", instruction="", license="CC0", source="made up")),
+                                      encoding="utf-8")
     return tmp_path
 
 
 def test_a_folder_is_read_as_it_is(folder):
     task = read_retrieval(folder)
-    assert task.corpus == {"d1": "T one", "d2": ""} and task.queries == {"q1": "ein Kühlschrank"} and task.qrels == {"q1": {"d1": 1}}
+    assert task.corpus == {"d1": "T one",
+                           "d2": ""} and task.queries == {"q1": "ein Kühlschrank"} and task.qrels == {"q1": {"d1": 1}}
     (folder/"qrels.tsv").write_bytes(b"query-id\tcorpus-id\tscore\r\nq1\td1\t1\r\n")
     assert read_retrieval(folder) == task
 
@@ -88,7 +92,8 @@ class Perfect:
         from mteb.models.abs_encoder import AbsEncoder
         documents = sorted(set(task.corpus.values()))
         places = {text: np.eye(len(documents))[n] for n, text in enumerate(documents)}
-        wanted = {task.queries[q]: sum(grade * places[task.corpus[d]] for d, grade in judged.items()) for q, judged in task.qrels.items()}
+        wanted = {task.queries[q]: sum(grade * places[task.corpus[d]] for d, grade in judged.items())
+                  for q, judged in task.qrels.items()}
 
         class Model(AbsEncoder):
             mteb_model_meta = mteb.models.ModelMeta.create_empty(dict(name="toy/perfect", revision="1"))
@@ -130,16 +135,19 @@ def test_the_revision_follows_the_data():
     same, other = (Retrieval("t", "", {"a": text}, {"q": "first"}, {"q": {"a": 1}}) for text in ("one", "two"))
     assert revision(as_task(one)) == revision(as_task(same)) != revision(as_task(other))
     rows = [dict(text=f"{n}", label=n % 2) for n in range(8)]
-    assert revision(classification_task("c", rows, rows)) != revision(classification_task("c", rows, rows, experiments=2))
+    assert revision(classification_task("c", rows, rows)) != revision(classification_task("c", rows, rows,
+                                                                                          experiments=2))
 
 
 @pytest.mark.parametrize("make, rows, message", [
-    (sts_task, [], "t: no rows"), (sts_task, [dict(sentence1="a", sentence2="b")], "t: row 1 has None in column 'score'"),
+    (sts_task, [], "t: no rows"), (sts_task, [dict(sentence1="a", sentence2="b")], "t: row 1 has None in column "
+                                                                                   "'score'"),
     (sts_task, [dict(sentence1="a", sentence2=None, score=1)], "column 'sentence2'"),
     (pair_task, [dict(sentence1="a", sentence2="b", labels=0)], "must hold 0 and 1"),
     (pair_task, [dict(sentence1="", sentence2="b", labels=0)], "t: row 1 is empty in column 'sentence1'"),
     (clustering_task, [dict(sentences="a", labels="x"), dict(sentences="b", labels="x")], "one label only"),
-    (lambda name, rows: classification_task(name, rows, rows), [dict(text="a", label="good")], "row 1 has 'good' in column 'label'"),
+    (lambda name, rows: classification_task(name, rows, rows), [dict(text="a", label="good")], "row 1 has 'good' in "
+                                                                                               "column 'label'"),
 ])
 def test_bad_rows_are_named(make, rows, message):
     with pytest.raises(ValueError) as error: make("t", rows)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from anchor_nb.evaluation import benchmarks
-from anchor_nb.evaluation.benchmarks import check_data, find_task, find_tasks, instructions_for, leaves, use_local_copies
+from anchor_nb.evaluation.benchmarks import (check_data, find_task, find_tasks, instructions_for, leaves,
+                                             use_local_copies)
 from anchor_nb.core.recipe import paper
 
 
@@ -40,9 +41,12 @@ def scifact(root, corpus=WORDS):
     folder = root/"mteb/scifact"
     write(folder/"corpus.jsonl", [{"_id": f"d{i}", "title": "", "text": text} for i, text in enumerate(corpus)])
     write(folder/"queries.jsonl", [{"_id": f"q{i}", "text": text} for i, text in enumerate(WORDS)])
-    write(folder/"qrels/test.jsonl", [{"query-id": f"q{i}", "corpus-id": f"d{i}", "score": 1} for i in range(len(WORDS))])
-    files = {"default": ("test", "qrels/test.jsonl"), "corpus": ("corpus", "corpus.jsonl"), "queries": ("queries", "queries.jsonl")}
-    configs = "".join(f"- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {path}\n" for name, (split, path) in files.items())
+    write(folder/"qrels/test.jsonl", [{"query-id": f"q{i}", "corpus-id": f"d{i}", "score": 1}
+                                      for i in range(len(WORDS))])
+    files = {"default": ("test", "qrels/test.jsonl"), "corpus": ("corpus", "corpus.jsonl"),
+             "queries": ("queries", "queries.jsonl")}
+    configs = "".join(f"- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {path}\n"
+                      for name, (split, path) in files.items())
     (folder/"README.md").write_text(f"---\nconfigs:\n{configs}---\n", encoding="utf-8")
 
 
@@ -53,17 +57,20 @@ def sts17(root, languages=("en-en", "es-en")):
 
 
 def banking(root):
-    rows = [{"text": f"{word} {other}", "label": i, "label_text": word} for i, word in enumerate(WORDS[:2]) for other in WORDS[2:]]
+    rows = [{"text": f"{word} {other}", "label": i, "label_text": word} for i, word in enumerate(WORDS[:2])
+            for other in WORDS[2:]]
     for split in ("train", "test"): write(root/f"mteb/banking77/{split}.jsonl", rows)
 
 
 def sprint(root):
     pairs = [(a, a, 1) for a in WORDS] + [(a, b, 0) for a, b in zip(WORDS, WORDS[1:])]
     sent1, sent2, labels = map(list, zip(*pairs))
-    write(root/"mteb/sprintduplicatequestions-pairclassification/test.jsonl", [{"sent1": sent1, "sent2": sent2, "labels": labels}])
+    write(root/"mteb/sprintduplicatequestions-pairclassification/test.jsonl",
+          [{"sent1": sent1, "sent2": sent2, "labels": labels}])
 
 
-LAYOUTS = {"SciFact": (scifact, "ndcg_at_10"), "STS17": (sts17, "cosine_spearman"), "Banking77Classification": (banking, "accuracy"),
+LAYOUTS = {"SciFact": (scifact, "ndcg_at_10"), "STS17": (sts17, "cosine_spearman"), "Banking77Classification": (banking,
+                                                                                                                "accuracy"),
            "SprintDuplicateQuestions": (sprint, "max_ap")}
 
 
@@ -73,12 +80,14 @@ def toy_encoder():
     from mteb.models.model_meta import ModelMeta, ScoringFunction
 
     class Toy(AbsEncoder):
-        mteb_model_meta = ModelMeta.create_empty(dict(name="test/toy", revision="1", similarity_fn_name=ScoringFunction.COSINE))
+        mteb_model_meta = ModelMeta.create_empty(dict(name="test/toy", revision="1",
+                                                      similarity_fn_name=ScoringFunction.COSINE))
 
         def __init__(self): pass
 
         def encode(self, inputs, **_):
-            return np.array([[text.split().count(word) + 1e-3 for word in WORDS] for batch in inputs for text in batch["text"]], dtype=np.float32)
+            return np.array([[text.split().count(word) + 1e-3 for word in WORDS] for batch in inputs
+                             for text in batch["text"]], dtype=np.float32)
     return Toy()
 
 
@@ -113,7 +122,8 @@ def test_copies_reach_the_leaves_of_a_mean(tmp_path):
     [task] = find_tasks(tasks=["CQADupstackRetrieval"], data_root=tmp_path)
     paths = [leaf.metadata.dataset["path"] for leaf in leaves(task)]
     assert [path.startswith(str(tmp_path)) for path in paths] == [True] + [False] * 11
-    assert [part.metadata.name for part in task.tasks] == names(task.metadata.tasks) == names(leaves(find_task("CQADupstackRetrieval")))
+    assert ((((((([part.metadata.name
+                   for part in task.tasks] == names(task.metadata.tasks) == names(leaves(find_task("CQADupstackRetrieval"))))))))))
     assert not any("local" in leaf.metadata.dataset["revision"] for leaf in leaves(find_task("CQADupstackRetrieval")))
     assert evaluate(leaves(task)[0]).get_score() == pytest.approx(1)
     with pytest.raises(ValueError, match="11 of 12 data sets"): check_data([task], tmp_path)
@@ -140,7 +150,8 @@ def test_missing_data_names_the_folders_that_would_do(tmp_path):
     tasks = find_tasks("paper15", data_root=tmp_path)
     with pytest.raises(ValueError) as error: check_data(tasks, tmp_path)
     lines = str(error.value).splitlines()
-    assert lines[0].startswith("14 of 15 data sets") and f"  SciFact: {tmp_path/'mteb/scifact'}" in lines and not any("STS17" in line for line in lines)
+    assert (lines[0].startswith("14 of 15 data sets") and f"  SciFact: {tmp_path/'mteb/scifact'}" in lines
+            and not any("STS17" in line for line in lines))
 
 
 def test_with_a_hub_nothing_is_missing(monkeypatch):
@@ -170,7 +181,8 @@ def test_a_copy_that_is_not_whole_is_found_before_a_model_is_loaded(spoil, name,
 
 # ---- names ----
 
-@pytest.mark.parametrize("name, count", [("paper56", 56), ("paper15", 15), ("beir14", 14), ("beir", 15), ("nanobeir", 13), ("bright", 20), ("mteb-v2", 41), ("NanoBEIR", 13)])
+@pytest.mark.parametrize("name, count", [("paper56", 56), ("paper15", 15), ("beir14", 14), ("beir", 15),
+                                         ("nanobeir", 13), ("bright", 20), ("mteb-v2", 41), ("NanoBEIR", 13)])
 def test_benchmarks_have_the_tasks_they_are_known_for(name, count):
     assert len(set(names(find_tasks(name)))) == count
 
@@ -184,7 +196,8 @@ def test_the_papers_benchmarks_are_the_papers():
 
 
 def test_splits_and_subsets_are_the_papers_also_by_a_tasks_own_name():
-    languages = {"STS17": ["en-en"]} | dict.fromkeys(("STS22", "MassiveIntentClassification", "MassiveScenarioClassification", "MTOPDomainClassification",
+    languages = {"STS17": ["en-en"]} | dict.fromkeys(("STS22", "MassiveIntentClassification",
+                                                      "MassiveScenarioClassification", "MTOPDomainClassification",
         "MTOPIntentClassification", "AmazonReviewsClassification", "AmazonCounterfactualClassification"), ["en"])
     for task in find_tasks("paper56"):
         alone, name = find_task(task.metadata.name), task.metadata.name
@@ -199,9 +212,12 @@ def test_every_benchmark_with_a_description_can_be_found():
 
 
 @pytest.mark.parametrize("benchmark, tasks, message", [
-    ("papr56", [], "paper56"), ("MTEB(eng, v3)", [], "MTEB"), ("", ["SciFatc"], "'SciFact'"), ("", ["emotionclasification"], "'EmotionClassification'"),
-    ("", ["paper56"], "is a benchmark and no task"), ("", [], "Nothing to evaluate on"), ("", ["SciFact", "SciFact"], "SciFact: named twice"),
-    ("paper56", ["STS17"], "paper56 has its tasks already"), ("", ["qqqq"], r"no task 'qqqq'\. A task is"), ("", ["MNIST"], "only text is embedded"),
+    ("papr56", [], "paper56"), ("MTEB(eng, v3)", [], "MTEB"), ("", ["SciFatc"], "'SciFact'"),
+    ("", ["emotionclasification"], "'EmotionClassification'"),
+    ("", ["paper56"], "is a benchmark and no task"), ("", [], "Nothing to evaluate on"), ("", ["SciFact", "SciFact"],
+                                                                                          "SciFact: named twice"),
+    ("paper56", ["STS17"], "paper56 has its tasks already"), ("", ["qqqq"], r"no task 'qqqq'\. A task is"),
+    ("", ["MNIST"], "only text is embedded"),
 ])
 def test_bad_names_say_what_is_meant(benchmark, tasks, message):
     with pytest.raises(ValueError, match=message): find_tasks(benchmark, tasks)
@@ -220,14 +236,16 @@ def test_a_folder_is_a_task(tmp_path):
     (folder/"corpus.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="qrels.tsv"): find_tasks(tasks=[str(folder)])
     with pytest.raises(FileNotFoundError, match="is missing"): find_tasks(tasks=[str(tmp_path/"nowhere")])
-    with pytest.raises(FileNotFoundError, match="--data-root holds copies"): find_tasks(tasks=["SciFact"], data_root=tmp_path/"nowhere")
+    with pytest.raises(FileNotFoundError, match="--data-root holds copies"):
+        find_tasks(tasks=["SciFact"], data_root=tmp_path/"nowhere")
 
 
 def test_the_quick_suite_needs_nothing_and_runs():
     tasks = find_tasks("local-quick")
     check_data(tasks)
     assert use_local_copies(tasks, ".") == tasks
-    assert {task.metadata.type for task in tasks} >= {"Retrieval", "Reranking", "STS", "PairClassification", "Classification", "Clustering"}
+    assert {task.metadata.type for task in tasks} >= {"Retrieval", "Reranking", "STS", "PairClassification",
+                                                      "Classification", "Clustering"}
     found = instructions_for(tasks, "paper")
     assert found == instructions_for(tasks, "mteb") and all(found.values())
 
@@ -253,12 +271,15 @@ def test_instructions_of_mteb_are_what_its_encoders_get():
 def test_instructions_from_a_file(tmp_path):
     path = tmp_path/"instructions.yaml"
     path.write_text("STS17: by name\nSTS*: by pattern\nSTS: by type\nRetrieval: found\n", encoding="utf-8")
-    found = instructions_for([find_task(name) for name in ("STS17", "STS12", "BIOSSES", "CQADupstackRetrieval")], str(path))
-    assert [found[name] for name in ("STS17", "STS12", "BIOSSES")] == ["by name", "by pattern", "by type"] and len(found) == 15
+    found = instructions_for([find_task(name) for name in ("STS17", "STS12", "BIOSSES", "CQADupstackRetrieval")],
+                             str(path))
+    assert [found[name] for name in ("STS17", "STS12", "BIOSSES")] == ["by name", "by pattern",
+                                                                       "by type"] and len(found) == 15
     with pytest.raises(ValueError, match="no entry for SciDocsRR, EmotionClassification"):
         instructions_for([find_task(name) for name in ("SciDocsRR", "EmotionClassification")], str(path))
     path.write_text("a: b\nSciFact: [1]\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"instructions.yaml: entry 'SciFact' is \[1\]"): benchmarks.read_instructions(path)
+    with pytest.raises(ValueError, match=r"instructions.yaml: entry 'SciFact' is \[1\]"):
+        benchmarks.read_instructions(path)
 
 
 # ---- house ----
@@ -277,5 +298,6 @@ def test_only_the_warnings_of_superseded_tasks_are_silent(caplog):
 
 
 def test_the_module_is_light():
-    code = "import sys, anchor_nb.evaluation.benchmarks; print([name for name in ('mteb', 'torch', 'datasets', 'pandas', 'scipy', 'sklearn') if name in sys.modules])"
+    code = ("import sys, anchor_nb.evaluation.benchmarks; print([name for name in ('mteb', 'torch', 'datasets', "
+            "'pandas', 'scipy', 'sklearn') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -42,7 +42,8 @@ def crude(): return Encoder(letters, meta(Candidate("letters", "letters"), "1"))
 @given(task=tasks(), seed=st.integers(0, 99))
 def test_metrics_lie_between_0_and_1_and_order_changes_nothing(tmp_path_factory, task, seed):
     encoder = Encoder(unlike, crude().mteb_model_meta)
-    found, other = [evaluate_task(encoder, as_task(t), tmp_path_factory.mktemp("cache")) for t in (task, shuffle(task, seed))]
+    found, other = [evaluate_task(encoder, as_task(t), tmp_path_factory.mktemp("cache")) for t in (task,
+                                                                                                   shuffle(task, seed))]
     assert set(found.metrics) == set(METRICS) and all(0 <= value <= 1 for value in found.metrics.values())
     assert found.metrics["recall_at_1"] <= found.metrics["recall_at_10"] <= found.metrics["recall_at_100"]
     assert found.metrics == pytest.approx(other.metrics, abs=1e-9) and found.items == other.items
@@ -53,7 +54,8 @@ def test_metrics_lie_between_0_and_1_and_order_changes_nothing(tmp_path_factory,
 @pytest.fixture(scope="module")
 def tiny():
     embedder = AnchorEmbedder.from_pretrained("tiny", max_length=64)
-    return Encoder(lambda texts, instruction, task, side: embedder.encode(texts, instruction), meta(Candidate("tiny", "tiny"), "1", n_parameters=1))
+    return Encoder(lambda texts, instruction, task, side: embedder.encode(texts, instruction),
+                   meta(Candidate("tiny", "tiny"), "1", n_parameters=1))
 
 
 def test_mteb_finds_nothing_wrong_with_our_encoder(tiny):
@@ -70,7 +72,8 @@ def test_every_type_of_text_task_is_measured(tiny, tmp_path):
         found = evaluate_task(tiny, task, tmp_path)
         seen[found.type] = bool(found.items)
         assert found.queries > 0 and np.isfinite(found.score)
-    assert len(seen) > 8 and all(seen[kind] for kind in ("Retrieval", "Reranking", "STS", "PairClassification", "Classification")), seen
+    assert len(seen) > 8 and all(seen[kind] for kind in ("Retrieval", "Reranking", "STS", "PairClassification",
+                                                         "Classification")), seen
 
 
 def test_a_task_that_keeps_its_data_the_old_way(tmp_path):
@@ -79,7 +82,8 @@ def test_a_task_that_keeps_its_data_the_old_way(tmp_path):
     class Old(type(modern)):
         def load_data(self, *args, **kwargs):
             if self.data_loaded: return
-            self.corpus = {"test": {"d1": {"text": "moon tide", "title": ""}, "d2": {"text": "bread flour", "title": ""}}}
+            self.corpus = {"test": {"d1": {"text": "moon tide", "title": ""}, "d2": {"text": "bread flour",
+                                                                                     "title": ""}}}
             self.queries, self.relevant_docs, self.data_loaded = {"test": {"q1": "moon"}}, {"test": {"q1": {"d1": 1}}}, True
     for _ in range(2):
         found = evaluate_task(crude(), Old(), tmp_path)
@@ -94,17 +98,23 @@ def test_prompts_of_a_sentence_transformer_go_where_its_makers_meant_them(tmp_pa
         similarity_fn_name = "cosine"
         def __init__(self, *args, **kwargs): pass
         def get_embedding_dimension(self): return 10
-        def note(self, way): return lambda texts, prompt=None, prompt_name=None, **_: calls.append((way, prompt, prompt_name)) or letters(texts)
-        encode, encode_query, encode_document = [property(lambda self, way=way: self.note(way)) for way in ("encode", "query", "document")]
+        def note(self, way):
+            return lambda texts, prompt=None, prompt_name=None, **_: calls.append((way, prompt,
+                                                                                   prompt_name)) or letters(texts)
+        encode, encode_query, encode_document = [property(lambda self, way=way: self.note(way)) for way in ("encode",
+                                                                                                            "query",
+                                                                                                            "document")]
     monkeypatch.setattr(sentence_transformers, "SentenceTransformer", Fake)
     def asked(name, **how):
         calls.clear()
         task = as_task(Retrieval(name, "Find it", {"d1": "moon", "d2": "sea"}, {"q1": "moon"}, {"q1": {"d1": 1}}))
-        evaluate_task(load(Candidate("fake", "tiny", library="sentence-transformers", **how), "1", instructions={name: "Find it"}), task, tmp_path/str(len(how))/name)
+        evaluate_task(load(Candidate("fake", "tiny", library="sentence-transformers", **how), "1",
+                           instructions={name: "Find it"}), task, tmp_path/str(len(how))/name)
         return set(calls)
     assert asked("Plain") == {("query", None, None), ("document", None, None)}
     assert asked("Named") == {("query", None, "Named"), ("document", None, "Named")}
-    assert asked("Plain", template="Instruct: {instruction}\nQuery: ") == {("query", "Instruct: Find it\nQuery: ", None), ("document", None, None)}
+    assert asked("Plain", template="Instruct: {instruction}\nQuery: ") == {("query", "Instruct: Find it\nQuery: ",
+                                                                            None), ("document", None, None)}
 
 
 @pytest.mark.registry
@@ -112,7 +122,8 @@ def test_peers_get_the_score_that_mteb_gives_them(tmp_path):
     from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
     rows = [json.loads(line) for line in (build_corpus("toy")/"eval"/"corpus.jsonl").read_text().splitlines()]
     corpus = {row["_id"]: row["text"] for row in rows[:60]}
-    task = as_task(Retrieval("toy", "", corpus, {i: text.split(".")[0] for i, text in list(corpus.items())[:20]}, {i: {i: 1} for i in list(corpus)[:20]}))
+    task = as_task(Retrieval("toy", "", corpus, {i: text.split(".")[0] for i, text in list(corpus.items())[:20]},
+                             {i: {i: 1} for i in list(corpus)[:20]}))
     one = candidates({"minilm": "minilm"})[0]
     ours = evaluate_task(load(one, revision(one)), task, tmp_path/"ours")
     theirs = evaluate_task(SentenceTransformerEncoderWrapper(resolve_model("minilm")), task, tmp_path/"theirs")
@@ -125,19 +136,23 @@ def write_set(folder, name, instruction=""):
     "A set of ten documents in the BEIR layout."
     folder.mkdir(parents=True)
     lines = lambda rows: "".join(json.dumps(row) + "\n" for row in rows)
-    (folder/"corpus.jsonl").write_text(lines({"_id": f"d{n}", "title": "", "text": f"{word} {name}"} for n, word in enumerate(WORDS)))
+    (folder/"corpus.jsonl").write_text(lines({"_id": f"d{n}", "title": "", "text": f"{word} {name}"}
+                                             for n, word in enumerate(WORDS)))
     (folder/"queries.jsonl").write_text(lines({"_id": f"q{n}", "text": word} for n, word in enumerate(WORDS[:3])))
     (folder/"qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{n}\td{n}\t1\n" for n in range(3)))
-    (folder/"task.json").write_text(json.dumps(dict(name=name, instruction=instruction, license="CC0", source="made up")))
+    (folder/"task.json").write_text(json.dumps(dict(name=name, instruction=instruction, license="CC0",
+                                                    source="made up")))
     return str(folder)
 
 
 def evaluate(folder, *words):
     "The command in a process of its own."
-    return subprocess.run([COMMAND, "evaluate", *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=600)
+    return subprocess.run([COMMAND, "evaluate", *map(str, words)], cwd=folder, capture_output=True, text=True,
+                          timeout=600)
 
 
-def main_rows(folder): return [(row["label"], row["task"]) for row in read_rows(folder/"runs/evaluate/ledger.jsonl") if row["main"]]
+def main_rows(folder):
+    return [(row["label"], row["task"]) for row in read_rows(folder/"runs/evaluate/ledger.jsonl") if row["main"]]
 
 
 @pytest.fixture(scope="module")
@@ -161,19 +176,23 @@ def test_one_failing_task_is_reported_and_the_others_are_scored(half_failed):
 def test_the_same_command_tries_only_what_is_missing(half_failed):
     folder, words = half_failed
     if not (folder/"runs").exists(): evaluate(folder, *words)
-    (folder/"bad"/"task.json").write_text(json.dumps(dict(name="bad", instruction="short", license="CC0", source="made up")))
+    (folder/"bad"/"task.json").write_text(json.dumps(dict(name="bad", instruction="short", license="CC0",
+                                                          source="made up")))
     result = evaluate(folder, *words)
     last = json.loads(result.stdout)
     assert result.returncode == 0 and "1 scores to compute" in result.stderr and last["failed"] == []
     assert main_rows(folder) == [("tiny", "good"), ("tiny", "bad")]
-    assert last["mean"] == pytest.approx(sum(last["tasks"].values()) / 2) and last["by_type"] == {"Retrieval": last["mean"]}
+    assert (last["mean"] == pytest.approx(sum(last["tasks"].values()) / 2)
+            and last["by_type"] == {"Retrieval": last["mean"]})
 
 
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     words = ["tiny", "--benchmark", "local-quick", "-p", "max_length=64"]
-    process = subprocess.Popen([COMMAND, "evaluate", *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen([COMMAND, "evaluate", *words], cwd=tmp_path, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, start_new_session=True)
     ledger, deadline = tmp_path/"runs/evaluate/ledger.jsonl", time.monotonic() + 300
-    while not (ledger.exists() and ledger.stat().st_size) and process.poll() is None and time.monotonic() < deadline: time.sleep(0.02)
+    while not (ledger.exists() and ledger.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(4) # the kernel is a session of its own, and ends when it sees that its parent is gone

@@ -12,11 +12,13 @@ from hypothesis import given, settings, strategies as st
 
 from anchor_nb.evaluation import local_suite as local
 from anchor_nb.data.corpora import CORPORA, overlap, shingles
-from anchor_nb.evaluation.local_suite import LOCAL, SUITES, bm25_order, build_local, check_split, leaks, local_task, read_parts, sides
+from anchor_nb.evaluation.local_suite import (LOCAL, SUITES, bm25_order, build_local, check_split, leaks, local_task,
+                                              read_parts, sides)
 from anchor_nb.data.packages import Item
 
 every_quick_task = pytest.mark.parametrize("name", SUITES["local-quick"])
-every_task = pytest.mark.parametrize("name", [*SUITES["local-quick"], *(pytest.param(name, marks=pytest.mark.registry) for name in SUITES["local"])])
+every_task = pytest.mark.parametrize("name", [*SUITES["local-quick"], *(pytest.param(name, marks=pytest.mark.registry)
+                                                                        for name in SUITES["local"])])
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,8 @@ def score(task):
         mteb_model_meta = mteb.models.ModelMeta.create_empty(dict(name="toy/letters", revision="1"))
 
         def encode(self, inputs, **about):
-            return np.array([[text.count(letter) + 0.1 for letter in "abcdefghiklmnoprstuvwy"] for batch in inputs for text in batch["text"]], dtype=np.float32)
+            return np.array([[text.count(letter) + 0.1 for letter in "abcdefghiklmnoprstuvwy"] for batch in inputs
+                             for text in batch["text"]], dtype=np.float32)
     return mteb.evaluate(Letters(), task, cache=None, show_progress_bar=False).task_results[0].get_score()
 
 
@@ -72,7 +75,8 @@ def test_the_check_can_fail(folder, monkeypatch):
 # ---- the makers ----
 
 @settings(max_examples=100, deadline=None)
-@given(st.text("abc ", max_size=8), st.lists(st.text("abc ", min_size=1, max_size=12).filter(str.strip), min_size=1, max_size=8))
+@given(st.text("abc ", max_size=8), st.lists(st.text("abc ", min_size=1, max_size=12).filter(str.strip), min_size=1,
+                                             max_size=8))
 def test_bm25_orders_all_texts_and_puts_matches_first(query, texts):
     order = bm25_order(query, texts)
     assert sorted(order) == list(range(len(texts)))
@@ -91,7 +95,8 @@ def test_parts_are_sound(name):
             assert row["corpus-id"] in documents
             if card.type == "Reranking":
                 candidates = queries[row["query-id"]]["candidates"]
-                assert row["corpus-id"] in candidates and len(set(candidates)) == len(candidates) > 3 and set(candidates) <= documents.keys()
+                assert (row["corpus-id"] in candidates and len(set(candidates)) == len(candidates) > 3
+                        and set(candidates) <= documents.keys())
     elif card.type == "PairClassification":
         pairs = [frozenset((row["sentence1"], row["sentence2"])) for row in parts["test"]]
         assert len(set(pairs)) == len(pairs) and len(set(Counter(row["labels"] for row in parts["test"]).values())) == 1
@@ -102,7 +107,8 @@ def test_parts_are_sound(name):
 
 
 def test_synonyms_never_share_another_set():
-    items = [Item("n1", "car, auto", "", "v"), Item("n2", "truck, lorry", "", "v"), Item("n3", "auto, car", "", "w"), Item("n4", "truck, barrow", "", "y")]
+    items = [Item("n1", "car, auto", "", "v"), Item("n2", "truck, lorry", "", "v"), Item("n3", "auto, car", "", "w"),
+             Item("n4", "truck, barrow", "", "y")]
     assert local.synonym_parts(items, items, 5) == {"test": []}
 
 
@@ -115,8 +121,11 @@ def test_a_rebuild_is_the_same(name, tmp_path):
 
 def test_the_order_of_sets_plays_no_part(tmp_path):
     "Python orders the members of a set by a hash that is drawn at its start."
-    code = f"from anchor_nb.evaluation.local_suite import *; [build_local(name, __import__('pathlib').Path(__import__('sys').argv[1])) for name in {SUITES['local-quick']}]"
-    for seed in "12": subprocess.run([sys.executable, "-c", code, tmp_path/seed], env=os.environ | {"PYTHONHASHSEED": seed}, check=True)
+    code = ("from anchor_nb.evaluation.local_suite import *; [build_local(name, "
+            f"__import__('pathlib').Path(__import__('sys').argv[1])) for name in {SUITES['local-quick']}]")
+    for seed in "12":
+        subprocess.run([sys.executable, "-c", code, tmp_path/seed], env=os.environ | {"PYTHONHASHSEED": seed},
+                       check=True)
     for name in SUITES["local-quick"]: assert files(tmp_path/"1"/name) == files(tmp_path/"2"/name)
 
 
@@ -136,7 +145,8 @@ def test_licence_and_source_travel_along(name, folder):
 
 
 def test_an_unknown_name_is_answered_with_near_ones():
-    with pytest.raises(ValueError, match="no local task 'LocalToySTSs'; choose from LocalToySTS"): local_task("LocalToySTSs")
+    with pytest.raises(ValueError, match="no local task 'LocalToySTSs'; choose from LocalToySTS"):
+        local_task("LocalToySTSs")
 
 
 # ---- scoring ----
@@ -152,13 +162,16 @@ def test_every_task_evaluates_twice_alike(name, folder):
 
 def test_the_quick_suite_has_the_kinds_of_the_real_one():
     kinds = [{LOCAL[name].type for name in names} for names in SUITES.values()]
-    assert kinds[0] == kinds[1] == {"Retrieval", "Reranking", "STS", "PairClassification", "Classification", "Clustering"}
+    assert kinds[0] == kinds[1] == {"Retrieval", "Reranking", "STS", "PairClassification", "Classification",
+                                    "Clustering"}
     assert set(SUITES["local"]) | set(SUITES["local-quick"]) == LOCAL.keys() == local.REFERENCE.keys()
 
 
-SIZES = {"LocalWikiRetrieval": dict(corpus=2561, queries=500), "LocalVerbRetrieval": dict(corpus=3131, queries=300), "LocalDebianReranking": dict(queries=80),
+SIZES = {"LocalWikiRetrieval": dict(corpus=2561, queries=500), "LocalVerbRetrieval": dict(corpus=3131, queries=300),
+         "LocalDebianReranking": dict(queries=80),
          "LocalLeeSTS": dict(test=1225), "LocalSimLexSTS": dict(test=999), "LocalSynonymPairs": dict(test=400),
-         "LocalSentimentClassification": dict(test=480, train=120), "LocalTopicClassification": dict(test=396, train=352)}
+         "LocalSentimentClassification": dict(test=480, train=120), "LocalTopicClassification": dict(test=396,
+                                                                                                     train=352)}
 
 
 @pytest.mark.registry

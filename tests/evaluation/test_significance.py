@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import spearmanr
 from sklearn.metrics import average_precision_score
 
-from anchor_nb.evaluation.significance import Interval, average_precision, bootstrap, difference_of, interval_of, over_seeds, paired_bootstrap, spearman, statistic
+from anchor_nb.evaluation.significance import (Interval, average_precision, bootstrap, difference_of, interval_of,
+                                               over_seeds, paired_bootstrap, spearman, statistic)
 
 
 @settings(max_examples=30, deadline=None)
@@ -32,7 +33,8 @@ def test_different_queries_cannot_be_paired():
 
 def test_the_interval_over_seeds_covers_the_truth_about_95_times_in_100():
     generator = np.random.default_rng(0)
-    hits = sum(found.low <= 0.6 <= found.high for found in (over_seeds(generator.normal(0.6, 0.01, 3)) for _ in range(400)))
+    hits = sum(found.low <= 0.6 <= found.high for found in (over_seeds(generator.normal(0.6, 0.01, 3))
+                                                            for _ in range(400)))
     assert 365 <= hits <= 395
 
 
@@ -42,7 +44,8 @@ def test_one_seed_has_no_interval(values):
 
 
 def pairs(kind, gold, predicted):
-    return dict(statistic=kind, values={f"{n:05}": [float(g), float(p)] for n, (g, p) in enumerate(zip(gold, predicted))})
+    return dict(statistic=kind, values={f"{n:05}": [float(g), float(p)]
+                                        for n, (g, p) in enumerate(zip(gold, predicted))})
 
 
 @st.composite
@@ -59,9 +62,11 @@ def test_counts_are_as_good_as_copies(drawn):
     gold, predicted, counts = drawn
     copies = np.repeat(np.arange(len(gold)), counts)
     if len(set(gold[copies])) < 2: return
-    assert average_precision(gold, predicted, counts[None])[0] == pytest.approx(average_precision_score(gold[copies], predicted[copies]))
+    assert average_precision(gold, predicted, counts[None])[0] == pytest.approx(average_precision_score(gold[copies],
+                                                                                                        predicted[copies]))
     if len(set(predicted[copies])) > 1:
-        assert spearman(gold, predicted, counts[None])[0] == pytest.approx(spearmanr(gold[copies], predicted[copies]).statistic)
+        assert spearman(gold, predicted, counts[None])[0] == pytest.approx(spearmanr(gold[copies],
+                                                                                     predicted[copies]).statistic)
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,7 +76,9 @@ def test_a_difference_is_paired_and_symmetric(kind, size, seed):
     gold = np.r_[0, 1, generator.integers(0, 2, size)]
     def system():
         values = generator.normal(size=size + 2)
-        return pairs(kind, gold, values) if kind != "mean" else dict(statistic=kind, values={f"{n}": float(v) for n, v in enumerate(values)})
+        return pairs(kind, gold, values) if kind != "mean" else dict(statistic=kind,
+                                                                     values={f"{n}": float(v)
+                                                                             for n, v in enumerate(values)})
     a, b = system(), system()
     found, back = difference_of(a, b, samples=200), difference_of(b, a, samples=200)
     assert found.low <= found.high
@@ -130,8 +137,11 @@ def test_items_that_do_not_fit_are_named(items, message):
 
 
 def test_other_gold_values_are_no_pair():
-    with pytest.raises(ValueError, match="same data"): difference_of(pairs("spearman", [1, 2, 3], [1, 2, 3]), pairs("spearman", [1, 2, 4], [1, 2, 3]))
+    with pytest.raises(ValueError, match="same data"):
+        difference_of(pairs("spearman", [1, 2, 3], [1, 2, 3]), pairs("spearman", [1, 2, 4], [1, 2, 3]))
 
 
 def test_each_type_has_its_statistic():
-    assert [statistic(kind) for kind in ("Retrieval", "STS", "PairClassification", "Clustering")] == ["mean", "spearman", "average_precision", ""]
+    assert [statistic(kind) for kind in ("Retrieval", "STS", "PairClassification", "Clustering")] == ["mean",
+                                                                                                      "spearman",
+                                                                                                      "average_precision", ""]

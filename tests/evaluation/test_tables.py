@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from anchor_nb.evaluation.significance import bootstrap
-from anchor_nb.evaluation.tables import comparable, completed, expected_vs_obtained, inconsistencies, our_label, paper, paper_cells, paper_rows, paper_tasks, results_table, significance_table, task_means, task_type, tolerance
+from anchor_nb.evaluation.tables import (comparable, completed, expected_vs_obtained, inconsistencies, our_label, paper,
+                                         paper_cells, paper_rows, paper_tasks, results_table, significance_table,
+                                         task_means, task_type, tolerance)
 
 THEIRS = paper_rows()
 MODELS = list(dict.fromkeys(row["label"] for row in THEIRS))
@@ -16,7 +18,8 @@ MODELS = list(dict.fromkeys(row["label"] for row in THEIRS))
 
 def row(label="anchor", task="wiki", value=0.5, **changes):
     "A row of today's ledger."
-    usual = dict(label=label, step=20, task=task, type="Retrieval", metric="ndcg_at_10", main=True, value=value, seed=0, training_seed=42, queries=9,
+    usual = dict(label=label, step=20, task=task, type="Retrieval", metric="ndcg_at_10", main=True, value=value, seed=0,
+                 training_seed=42, queries=9,
                  documents=9, max_length=64, instructions="paper", model="m", manifest="", benchmark="local", data="1")
     return usual | changes
 
@@ -24,8 +27,10 @@ def row(label="anchor", task="wiki", value=0.5, **changes):
 # ---- the paper ----
 
 @pytest.mark.parametrize("label, mean_of_56, mean_of_15", [
-    ("llama-3.2-1b/baseline", 60.994, 63.955), ("llama-3.2-1b/anchor", 62.244, 65.191), ("qwen2.5-1.5b/baseline", 61.505, 64.393),
-    ("qwen2.5-1.5b/anchor", 62.865, 64.982), ("llama-3.2-3b/baseline", 62.326, 65.236), ("llama-3.2-3b/anchor", 63.548, 66.163),
+    ("llama-3.2-1b/baseline", 60.994, 63.955), ("llama-3.2-1b/anchor", 62.244, 65.191), ("qwen2.5-1.5b/baseline",
+                                                                                         61.505, 64.393),
+    ("qwen2.5-1.5b/anchor", 62.865, 64.982), ("llama-3.2-3b/baseline", 62.326, 65.236), ("llama-3.2-3b/anchor", 63.548,
+                                                                                         66.163),
     ("llama-3.1-8b/baseline", 64.067, 66.791), ("llama-3.1-8b/anchor", 65.299, 67.791)])
 def test_the_paper_comes_out_of_its_single_tasks(label, mean_of_56, mean_of_15):
     assert results_table(THEIRS, paper_tasks()).loc[label, "mean"] == pytest.approx(mean_of_56, abs=6e-4)
@@ -33,7 +38,8 @@ def test_the_paper_comes_out_of_its_single_tasks(label, mean_of_56, mean_of_15):
 
 
 def test_beir_is_the_mean_of_14():
-    assert results_table(THEIRS, paper_tasks("beir14")).loc["llama-3.1-8b/anchor", "mean"] == pytest.approx(58.07, abs=0.005)
+    assert results_table(THEIRS, paper_tasks("beir14")).loc["llama-3.1-8b/anchor", "mean"] == pytest.approx(58.07,
+                                                                                                            abs=0.005)
 
 
 def test_means_by_type_are_table_1_but_for_its_known_slips():
@@ -50,7 +56,8 @@ def test_means_by_type_are_table_1_but_for_its_known_slips():
 def test_mteb_knows_the_same_tasks_types_and_metrics():
     import mteb
     tasks = mteb.get_benchmark("MTEB(eng, v1)").tasks
-    assert {task.metadata.name: task.metadata.type for task in tasks} == {name: task_type(name) for name in paper_tasks()}
+    assert {task.metadata.name: task.metadata.type for task in tasks} == {name: task_type(name)
+                                                                          for name in paper_tasks()}
     main = {task.metadata.name: task.metadata.main_score for task in tasks}
     assert {r["task"] for r in THEIRS if main[r["task"]] != r["metric"]} <= {"MindSmallReranking"}
 
@@ -73,9 +80,11 @@ def test_the_ablations_agree_with_each_other_where_they_print_one_run():
 # ---- which rows ----
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("st"), st.integers(0, 1), st.integers(0, 1), st.sampled_from([0, 32, 64])), max_size=12))
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("st"), st.integers(0, 1), st.integers(0, 1),
+                          st.sampled_from([0, 32, 64])), max_size=12))
 def test_one_row_each_all_on_one_cut(drawn):
-    rows = [row(label, task, place / 20, seed=seed, training_seed=training, max_length=length, data="") for place, (label, task, seed, training, length) in enumerate(drawn)]
+    rows = [row(label, task, place / 20, seed=seed, training_seed=training, max_length=length, data="")
+            for place, (label, task, seed, training, length) in enumerate(drawn)]
     found = comparable(rows)
     assert comparable(found) == found and all(one in rows for one in found)
     assert len({(r["label"], r["step"], r["task"], r["training_seed"]) for r in found}) == len(found)
@@ -86,9 +95,14 @@ def test_one_row_each_all_on_one_cut(drawn):
 
 
 def test_rows_of_older_ledgers_are_read():
-    old = {name: value for name, value in row().items() if name not in ("type", "main", "training_seed", "benchmark", "data")}
-    found = completed([old, old | dict(metric="mrr_at_10"), old | dict(label="bm25", max_length=None, instructions=None)])
-    assert [(r["type"], r["training_seed"], r["max_length"], r["instructions"]) for r in found] == [("Retrieval", None, 64, "paper"), ("Retrieval", None, 0, "none")]
+    old = {name: value for name, value in row().items() if name not in ("type", "main", "training_seed", "benchmark",
+                                                                        "data")}
+    found = completed([old, old | dict(metric="mrr_at_10"), old | dict(label="bm25", max_length=None,
+                                                                       instructions=None)])
+    assert [(r["type"], r["training_seed"], r["max_length"], r["instructions"]) for r in found] == [("Retrieval", None,
+                                                                                                     64, "paper"),
+                                                                                                    ("Retrieval", None,
+                                                                                                     0, "none")]
 
 
 def test_other_data_is_another_cut():
@@ -105,7 +119,8 @@ def test_a_mean_with_a_hole_is_no_mean():
 
 
 def test_training_seeds_give_an_interval_and_a_seed_with_a_hole_is_left_out():
-    rows = [row(task=task, training_seed=seed, value=value) for seed, value in [(1, 0.4), (2, 0.5), (3, 0.6)] for task in "ab"]
+    rows = [row(task=task, training_seed=seed, value=value) for seed, value in [(1, 0.4), (2, 0.5), (3, 0.6)]
+            for task in "ab"]
     assert results_table(rows).loc["anchor", ["mean", "seeds"]].tolist() == pytest.approx([50, 3])
     assert results_table(rows).loc["anchor", "low"] == pytest.approx(50 - 24.841, abs=1e-3)
     assert results_table(rows[:-1]).loc["anchor", "mean"] == pytest.approx(45)
@@ -128,17 +143,20 @@ def test_the_paper_agrees_with_itself():
     table = expected_vs_obtained(THEIRS)
     ran = table[table["verdict"] != "not run"]
     off = ran[ran["verdict"] != "within tolerance"]
-    assert set(zip(off["row"], off["column"])) == {("qwen2.5-1.5b/baseline", "PairClassification"), ("llama-3.1-8b/baseline", "Clustering")}
+    assert set(zip(off["row"], off["column"])) == {("qwen2.5-1.5b/baseline", "PairClassification"),
+                                                   ("llama-3.1-8b/baseline", "Clustering")}
     assert len(ran) == 544 and set(table["table"]) == {"1", "2", "3", "4", "5", "9", "10", "11", "14", "15"}
     assert table.loc[table["verdict"] == "not run", ["ours", "difference"]].isna().all().all()
 
 
-@pytest.mark.parametrize("shift, verdict", [(0.0, "within tolerance"), (0.0044, "within tolerance"), (0.0046, "above"), (-0.0046, "below")])
+@pytest.mark.parametrize("shift, verdict", [(0.0, "within tolerance"), (0.0044, "within tolerance"), (0.0046, "above"),
+                                            (-0.0046, "below")])
 def test_a_shift_beyond_the_tolerance_is_seen(shift, verdict):
     ours = [r | dict(label="anchor", value=r["value"] + shift) for r in THEIRS if r["label"] == "llama-3.2-3b/anchor"]
     table = expected_vs_obtained(ours, base="meta-llama/Llama-3.2-3B-Instruct")
     average = table[(table["table"] == "10") & (table["row"] == "llama-3.2-3b/stage1+stage2")]
-    assert average["verdict"].tolist() == [verdict] and average["difference"].item() == pytest.approx(100 * shift, abs=0.006)
+    assert average["verdict"].tolist() == [verdict] and average["difference"].item() == pytest.approx(100 * shift,
+                                                                                                      abs=0.006)
     wide = expected_vs_obtained(ours, base="llama-3.2-3b", allowed=lambda tasks: 9)
     assert set(wide["verdict"]) == {"not run", "within tolerance"}
 
@@ -159,8 +177,10 @@ def test_what_is_not_comparable_is_not_run(change, why):
 
 def test_another_model_is_no_reproduction():
     ours = [r | dict(label="anchor") for r in THEIRS if r["label"] == "llama-3.2-1b/anchor"]
-    assert set(expected_vs_obtained(ours)["verdict"]) == set(expected_vs_obtained(ours, base="smollm2-135m")["verdict"]) == {"not run"}
-    renamed = expected_vs_obtained([r | dict(label="mine") for r in ours], base="llama-3.2-1b", labels={"anchor": "mine"})
+    assert set(expected_vs_obtained(ours)["verdict"]) == set(expected_vs_obtained(ours,
+                                                                                  base="smollm2-135m")["verdict"]) == {"not run"}
+    renamed = expected_vs_obtained([r | dict(label="mine") for r in ours], base="llama-3.2-1b",
+                                   labels={"anchor": "mine"})
     assert (renamed["verdict"] == "within tolerance").sum() == 56 + 8 + 8 + 1 + 1 + 1
 
 
@@ -168,23 +188,27 @@ def test_names_are_matched():
     assert our_label("BGE-large-en-v1.5", [], "llama-3.2-1b", {}) == "BGE-large-en-v1.5"
     assert our_label("BGE-large-en-v1.5", [], "", {"BGE-large-en-v1.5": "bge"}) == "bge"
     assert our_label("llama-3.2-1b/untrained", [], "llama-3.2-1b", {}) == "untrained"
-    assert our_label("llama-3.2-1b/anchor", ["llama-3.2-1b/anchor"], "llama-3.2-1b", {"anchor": "mine"}) == "llama-3.2-1b/anchor"
+    assert our_label("llama-3.2-1b/anchor", ["llama-3.2-1b/anchor"], "llama-3.2-1b",
+                     {"anchor": "mine"}) == "llama-3.2-1b/anchor"
 
 
 def test_a_tolerance_never_covers_the_papers_gain():
     assert tolerance(1) == 1.5 and tolerance(56) == tolerance(15) == 0.45 and tolerance(4, task=2) == 1
-    for scores in paper()["table10_stages_subset15"].values(): assert 2 * tolerance(15) < scores["stage1+stage2"] - scores["stage2_only"]
+    for scores in paper()["table10_stages_subset15"].values():
+        assert 2 * tolerance(15) < scores["stage1+stage2"] - scores["stage2_only"]
 
 
 # ---- differences ----
 
 def test_lines_agree_with_the_rows_and_only_items_give_intervals():
     generator = np.random.default_rng(0)
-    values = {label: {f"q{i}": float(v) for i, v in enumerate(generator.random(50) * scale)} for label, scale in (("anchor", 1.0), ("baseline", 0.3))}
+    values = {label: {f"q{i}": float(v) for i, v in enumerate(generator.random(50) * scale)}
+              for label, scale in (("anchor", 1.0), ("baseline", 0.3))}
     rows = [row(label, task, float(np.mean(list(values[label].values())))) for label in values for task in "ab"]
     items = {(label, 20, "a"): dict(statistic="mean", values=values[label]) for label in values}
     table = significance_table(rows, items, [("anchor", "baseline"), ("baseline", "anchor"), ("anchor", "nobody")])
-    assert table["verdict"].tolist() == ["first better", "no interval", "no interval", "second better", "no interval", "no interval"]
+    assert table["verdict"].tolist() == ["first better", "no interval", "no interval", "second better", "no interval",
+                                         "no interval"]
     assert table["difference"].abs().tolist() == pytest.approx([100 * (rows[0]["value"] - rows[2]["value"])] * 6)
     assert table["items"].tolist()[0] == 50 and np.isnan(table["low"][1])
 
@@ -192,15 +216,20 @@ def test_lines_agree_with_the_rows_and_only_items_give_intervals():
 def test_the_line_over_tasks_draws_tasks():
     table = significance_table(THEIRS, {}, [("llama-3.1-8b/anchor", "llama-3.1-8b/baseline")])
     scores = paper()["table14_15_tasks"]
-    found = bootstrap([scores[task]["llama-3.1-8b/anchor"] - scores[task]["llama-3.1-8b/baseline"] for task in sorted(scores)])
-    assert len(table) == 57 and table.iloc[-1][["difference", "low", "high"]].tolist() == pytest.approx([found.mean, found.low, found.high], abs=1e-6)
+    found = bootstrap([scores[task]["llama-3.1-8b/anchor"] - scores[task]["llama-3.1-8b/baseline"]
+                       for task in sorted(scores)])
+    assert len(table) == 57 and table.iloc[-1][["difference", "low", "high"]].tolist() == pytest.approx([found.mean,
+                                                                                                         found.low,
+                                                                                                         found.high],
+                                                                                                        abs=1e-6)
 
 
 # ---- as code ----
 
 @pytest.mark.parametrize("name", ["tables", "significance"])
 def test_importing_loads_no_heavy_library(name):
-    code = f"import sys, json, anchor_nb.{name}; print(json.dumps([name for name in ('torch', 'mteb', 'datasets', 'pandas', 'scipy', 'sklearn') if name in sys.modules]))"
+    code = (f"import sys, json, anchor_nb.{name}; print(json.dumps([name for name in ('torch', 'mteb', 'datasets', "
+            "'pandas', 'scipy', 'sklearn') if name in sys.modules]))")
     assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) == []
 
 

@@ -33,22 +33,27 @@ def check(out: Path, steps: int):
     assert {"untrained", "stage1", "anchor", "bm25"} <= set(ledger.label)
     assert ledger.value.between(0, 1).all()
     report = json.loads((out/"report.ipynb").read_text())
-    pictures = sum(any(kind.startswith("image/") for kind in output.get("data", {})) for cell in report["cells"] for output in cell.get("outputs", []))
+    pictures = sum(any(kind.startswith("image/") for kind in output.get("data", {})) for cell in report["cells"]
+                   for output in cell.get("outputs", []))
     assert pictures >= 3
 
 
 def test_tiny_model_on_two_processes(tmp_path):
-    stages(tmp_path, "tiny", "toy", dict(processes=2, steps=4, global_batch=8, warmup_steps=1, max_length=48, save_steps=2), dict(queries=20, documents=40, max_length=48))
+    stages(tmp_path, "tiny", "toy", dict(processes=2, steps=4, global_batch=8, warmup_steps=1, max_length=48,
+                                         save_steps=2), dict(queries=20, documents=40, max_length=48))
     check(tmp_path, 4)
     again = (tmp_path/"stage1"/"model"/"model.safetensors").stat().st_mtime_ns
-    run_stage("stage1", dict(processes=2, steps=4, global_batch=8, warmup_steps=1, max_length=48, save_steps=2, model="tiny", data=f"{tmp_path}/data/pairs", out=f"{tmp_path}/stage1"), log=False)
-    assert (tmp_path/"stage1"/"model"/"model.safetensors").stat().st_mtime_ns == again, "a finished run must be a cache hit"
+    run_stage("stage1", dict(processes=2, steps=4, global_batch=8, warmup_steps=1, max_length=48, save_steps=2,
+                             model="tiny", data=f"{tmp_path}/data/pairs", out=f"{tmp_path}/stage1"), log=False)
+    assert (tmp_path/"stage1"/"model"/"model.safetensors").stat().st_mtime_ns == again, ("a finished run must be a "
+                                                                                         "cache hit")
 
 
 @pytest.mark.parametrize("objectives", [{"lm": 1.0}, {"mntp": 1.0, "ebar": 0.2}], ids=str)
 def test_stage_one_runs_to_its_last_cell_with_other_objectives(objectives, tmp_path):
     "The notebook's figure draws whatever losses there are."
-    how = dict(objectives=objectives, bidirectional="mntp" in objectives, steps=2, global_batch=4, warmup_steps=1, max_length=32, save_steps=0)
+    how = dict(objectives=objectives, bidirectional="mntp" in objectives, steps=2, global_batch=4, warmup_steps=1,
+               max_length=32, save_steps=0)
     run_stage("stage1", dict(how, model="tiny", data=toy_pairs(), out=f"{tmp_path}/run"), log=False)
     assert len(rows(tmp_path/"run")) == 2
 
@@ -56,9 +61,11 @@ def test_stage_one_runs_to_its_last_cell_with_other_objectives(objectives, tmp_p
 @pytest.mark.registry
 def test_real_model_on_real_text(tmp_path):
     "SmolLM2-135M and encyclopedia text: two steps of each stage on one pair of short texts after the other."
-    stages(tmp_path, "smollm2-135m", "wiki", dict(steps=2, global_batch=4, warmup_steps=1, max_length=24, save_steps=0), dict(queries=10, documents=20, max_length=24))
+    stages(tmp_path, "smollm2-135m", "wiki", dict(steps=2, global_batch=4, warmup_steps=1, max_length=24, save_steps=0),
+           dict(queries=10, documents=20, max_length=24))
     check(tmp_path, 2)
     first = rows(tmp_path/"stage1")[0]
     assert 3 < first["loss_q2d"] < 8, "an instruct model predicts English far better than chance, log 49152 = 10.8"
-    vectors = AnchorEmbedder.from_pretrained(str(tmp_path/"anchor")).encode(["a city in France", "the capital of France"])
+    vectors = AnchorEmbedder.from_pretrained(str(tmp_path/"anchor")).encode(["a city in France",
+                                                                             "the capital of France"])
     assert vectors.shape == (2, 576)

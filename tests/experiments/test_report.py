@@ -16,7 +16,8 @@ from anchor_nb.data.retrieval_sets import Retrieval
 
 TASK = Retrieval("toy", "", {f"d{n}": word for n, word in enumerate("moon tide bread flour sea".split())},
                  {"q1": "moon", "q2": "sea salt"}, {"q1": {"d0": 1}, "q2": {"d4": 1}})
-FOUND = Evaluation("toy", "Retrieval", "ndcg_at_10", dict.fromkeys(METRICS, 0.5), "1", 2, 5, 1.0, dict(statistic="mean", values={"q1": 1.0, "q2": 0.0}))
+FOUND = Evaluation("toy", "Retrieval", "ndcg_at_10", dict.fromkeys(METRICS, 0.5), "1", 2, 5, 1.0,
+                   dict(statistic="mean", values={"q1": 1.0, "q2": 0.0}))
 LABELS = {"untrained": 0, "stage1": 0, "baseline": 4, "anchor": 4, "bm25": 0}
 
 
@@ -34,18 +35,23 @@ def write_set(folder):
 def write_pipeline(folder, labels):
     "What a pipeline leaves behind, for some of its systems."
     for label in labels:
-        rows = ledger_rows(FOUND, Candidate(label, label, LABELS[label], library="bm25" if label == "bm25" else "anchor_nb"), label, "paper", seed=0, max_length=64)
+        rows = ledger_rows(FOUND, Candidate(label, label, LABELS[label], library="bm25" if label == "bm25"
+                                            else "anchor_nb"), label, "paper", seed=0, max_length=64)
         save_evaluation(FOUND, folder/"per_query"/evaluation_file(rows[0]))
         ledgers.append_rows(folder/"ledger.jsonl", rows)
         if label in ("untrained", "bm25"): continue
         stage = "stage1" if label == "stage1" else "stage2"
-        ledgers.write_json(folder/label/"run.json", dict(stage=stage, status="complete", starts=["2026-01-01"], command=f"anchor-nb {stage}", recipe=dict(steps=4, global_batch=2, seed=1)))
-        ledgers.append_rows(folder/label/"metrics.jsonl", [dict(step=n, loss=1.0, loss_q2d=2.0, loss_d2q=3.0, tokens=9) for n in (1, 2)])
+        ledgers.write_json(folder/label/"run.json", dict(stage=stage, status="complete", starts=["2026-01-01"],
+                                                         command=f"anchor-nb {stage}",
+                                                         recipe=dict(steps=4, global_batch=2, seed=1)))
+        ledgers.append_rows(folder/label/"metrics.jsonl", [dict(step=n, loss=1.0, loss_q2d=2.0, loss_d2q=3.0, tokens=9)
+                                                           for n in (1, 2)])
         ledgers.append_rows(folder/label/"speed.jsonl", [dict(step=n, seconds=0.5, tokens=9) for n in (1, 2)])
     return ledgers.read_rows(folder/"ledger.jsonl") if labels else []
 
 
-@pytest.mark.parametrize("labels", [[], ["untrained"], ["bm25"], ["anchor", "baseline"], ["stage1", "anchor"], list(LABELS)])
+@pytest.mark.parametrize("labels", [[], ["untrained"], ["bm25"], ["anchor", "baseline"], ["stage1", "anchor"],
+                                    list(LABELS)])
 def test_every_figure_and_table_stands_missing_pieces(tmp_path, labels):
     ledger = write_pipeline(tmp_path, labels)
     per_query = figures.load_per_query(ledger, tmp_path/"per_query")
@@ -54,22 +60,28 @@ def test_every_figure_and_table_stands_missing_pieces(tmp_path, labels):
     for values in (per_query, None):
         figures.early_stage(ledger, values)
         stages = figures.stages_compared(ledger, values)
-        assert sum(text.get_text() == "not run" for text in stages.axes[0].texts) == 4 - len(set(labels) & figures.PAPER_NAMES.keys())
+        assert sum(text.get_text() == "not run"
+                   for text in stages.axes[0].texts) == 4 - len(set(labels) & figures.PAPER_NAMES.keys())
         table = report.comparison_table(ledger, values)
-        assert [name for name, cell in table.iloc[:, 0].items() if cell == "not run"] == [figures.system(label)[0] for label in figures.SYSTEMS if label not in labels]
+        assert [name for name, cell in table.iloc[:, 0].items() if cell == "not run"] == [figures.system(label)[0]
+                                                                                          for label in figures.SYSTEMS
+                                                                                          if label not in labels]
         report.differences(ledger, values), report.can_show(ledger, values or {})
     assert len(report.runs_table(manifests).columns) == len(manifests)
     assert report.cannot_show(manifests, ledger)
 
 
 def test_importing_figures_and_report_is_cheap():
-    code = "import sys, anchor_nb.experiments.figures, anchor_nb.experiments.report; print([name for name in ('torch', 'matplotlib', 'seaborn', 'pandas', 'nbconvert') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = ("import sys, anchor_nb.experiments.figures, anchor_nb.experiments.report; print([name for name in "
+            "('torch', 'matplotlib', 'seaborn', 'pandas', 'nbconvert') if name in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          check=True).stdout.strip() == "[]"
 
 
 def test_a_report_of_nothing_says_so(tmp_path):
     (tmp_path/"empty").mkdir()
-    executed = stage_runs.run_stage("report", dict(out=str(tmp_path/"empty"), title="Empty & new", note="Nothing yet."), log=False)
+    executed = stage_runs.run_stage("report", dict(out=str(tmp_path/"empty"), title="Empty & new", note="Nothing yet."),
+                                    log=False)
     page = report.report_html(executed, tmp_path/"report.html").read_text(encoding="utf-8")
     assert "Empty &amp; new" in page and "Nothing yet." in page
     assert page.count("not run") == 6 and "no run has left a manifest" in page
@@ -78,15 +90,18 @@ def test_a_report_of_nothing_says_so(tmp_path):
 
 def test_a_report_of_half_a_pipeline(tmp_path):
     write_pipeline(tmp_path, ["untrained", "stage1", "bm25"])
-    page = report.report_html(stage_runs.run_stage("report", dict(out=str(tmp_path)), log=False), tmp_path/"report.html").read_text(encoding="utf-8")
-    assert "Not run: stage II only, stage I + II." in page and "anchor-nb stage1" in page and "One training seed (1)" in page
+    page = report.report_html(stage_runs.run_stage("report", dict(out=str(tmp_path)), log=False),
+                              tmp_path/"report.html").read_text(encoding="utf-8")
+    assert ("Not run: stage II only, stage I + II." in page and "anchor-nb stage1" in page
+            and "One training seed (1)" in page)
 
 
 def test_a_broken_ledger_is_named(tmp_path):
     write_pipeline(tmp_path, ["untrained"])
     text = (tmp_path/"ledger.jsonl").read_text()
     (tmp_path/"ledger.jsonl").write_text("{broken\n" + text)
-    with pytest.raises(stage_runs.StageError, match="ledger.jsonl, line 1"): stage_runs.run_stage("report", dict(out=str(tmp_path)), log=False)
+    with pytest.raises(stage_runs.StageError, match="ledger.jsonl, line 1"):
+        stage_runs.run_stage("report", dict(out=str(tmp_path)), log=False)
 
 
 def test_evaluation_goes_on_where_it_stopped(tmp_path):

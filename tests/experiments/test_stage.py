@@ -11,8 +11,10 @@ from anchor_nb.training.trainer import train
 from common import recipe, rows
 
 MODULE = ["-m", "anchor_nb.experiments.torchrun", "stage1", "-f"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
+              "--main_process_port=0", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,8 @@ def assert_same(found, expected):
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-9)
 
 
-@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("launcher", [pytest.param(TORCHRUN, id="torchrun"), pytest.param(ACCELERATE, id="accelerate",
+                                                                                          marks=pytest.mark.soak)])
 def test_under_another_launcher(launcher, alone, tmp_path):
     done = subprocess.run([*launcher, *arguments(tmp_path)], capture_output=True, text=True, timeout=200)
     assert "stage1: 6 steps in 2 processes" in done.stdout, done.stderr[-3000:]
@@ -51,7 +54,8 @@ def test_under_another_launcher(launcher, alone, tmp_path):
 
 def node(tmp_path, rank, port, **changes):
     where = dict(os.environ, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return subprocess.Popen([sys.executable, *arguments(tmp_path, **changes)], env=where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, *arguments(tmp_path, **changes)], env=where, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
 
 
 def free_port():
@@ -78,13 +82,15 @@ def test_what_is_wrong_is_in_the_last_two_lines(tmp_path, capsys):
     (tmp_path/"bad.jsonl").write_text('{"query": "a", "positive": "b"}\n')
     with pytest.raises(SystemExit) as ended: main(arguments(tmp_path, data=str(tmp_path/"bad.jsonl"))[2:])
     assert ended.value.code == 1
-    assert capsys.readouterr().err.splitlines()[-2].startswith("anchor_nb.experiments.torchrun: global_batch=8 is larger than bad (1 rows)")
+    assert capsys.readouterr().err.splitlines()[-2].startswith("anchor_nb.experiments.torchrun: global_batch=8 is "
+                                                               "larger than bad (1 rows)")
 
 
 def test_a_failure_is_on_record(tmp_path, monkeypatch):
     from anchor_nb.experiments.torchrun import main
     from anchor_nb.training.steps import ReconstructionStep
-    def break_down(*args): raise RuntimeError("the disk has gone")
+    def break_down(*args):
+        raise RuntimeError("the disk has gone")
     monkeypatch.setattr(ReconstructionStep, "run", break_down)
     with pytest.raises(SystemExit): main(arguments(tmp_path)[2:])
     manifest = read_manifest(tmp_path/"run")

@@ -32,18 +32,21 @@ def wait_for(test, process, seconds=120):
     ({}, dict(partitoin="gpu"), "partitoin"),
 ])
 def test_mistakes_are_found_before_the_queue(tmp_path, parameters, slurm, message):
-    with pytest.raises(ValueError, match=message): submit.submit_stage("stage1", dict(parameters, out=str(tmp_path/"run")), slurm, dry_run=not parameters)
+    with pytest.raises(ValueError, match=message):
+        submit.submit_stage("stage1", dict(parameters, out=str(tmp_path/"run")), slurm, dry_run=not parameters)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="submit from a machine of the cluster, or see the job with --dry-run"): submit.submit_stage("stage1", dict(out=str(tmp_path/"run")))
+    with pytest.raises(RuntimeError, match="submit from a machine of the cluster, or see the job with --dry-run"):
+        submit.submit_stage("stage1", dict(out=str(tmp_path/"run")))
 
 
 def test_a_dry_run_shows_the_job_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted-0123456789")
-    text = submit.submit_stage("stage1", dict(out=str(tmp_path/"run"), model="https://x:planted-0123456789@y/m"), dict(partition="gpu", nodes="2", **{"gpus-per-node": "8"}), dry_run=True)
+    text = submit.submit_stage("stage1", dict(out=str(tmp_path/"run"), model="https://x:planted-0123456789@y/m"),
+                               dict(partition="gpu", nodes="2", **{"gpus-per-node": "8"}), dry_run=True)
     assert "#SBATCH --nodes=2" in text and "#SBATCH --gpus-per-node=8" in text and "#SBATCH --time=60" in text
     assert "planted" not in text and list(tmp_path.iterdir()) == []
 
@@ -60,20 +63,26 @@ def test_a_secret_is_not_written_into_a_job(tmp_path, monkeypatch):
 def test_a_job_says_how_it_ended_and_forgets_it_when_it_is_started_again(tmp_path):
     job = submit.write_job(tmp_path, "j", "prepare", dict(corpora="[nothing]", model="", out=str(tmp_path/"data")))
     process = submit.start_job(job, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert process.wait(120) == 1 and submit.outcome_of(job)["code"] == 1 and "nothing" in submit.outcome_of(job)["reason"]
+    assert (process.wait(120) == 1 and submit.outcome_of(job)["code"] == 1
+            and "nothing" in submit.outcome_of(job)["reason"])
     submit.write_job(tmp_path, "j", "prepare", dict(corpora="[toy]", model="", out=str(tmp_path/"data")))
     assert submit.outcome_of(job) == {}
 
 
 def test_a_job_dies_with_the_one_that_started_it(tmp_path):
-    job = submit.write_job(tmp_path, "j", "stage1", TRAINING | dict(data=toy_pairs(), out=str(tmp_path/"run"), steps=100000))
-    code = "import sys, time; from anchor_nb.experiments.slurm import start_job; p = start_job(sys.argv[1]); print(p.pid, flush=True); time.sleep(300)"
+    job = submit.write_job(tmp_path, "j", "stage1", TRAINING | dict(data=toy_pairs(), out=str(tmp_path/"run"),
+                                                                    steps=100000))
+    code = ("import sys, time; from anchor_nb.experiments.slurm import start_job; p = start_job(sys.argv[1]); "
+            "print(p.pid, flush=True); time.sleep(300)")
     parent = subprocess.Popen([sys.executable, "-c", code, str(job)], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     wait_for((tmp_path/"run/metrics.jsonl").exists, parent)
     parent.kill()
     deadline = time.monotonic() + 20
-    held = lambda: subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from anchor_nb.runs.checkpoints import locked\nwith locked(Path(sys.argv[1])): pass", tmp_path/"run"], capture_output=True).returncode
+    held = lambda: subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from "
+                                                         "anchor_nb.runs.checkpoints import locked\nwith "
+                                                         "locked(Path(sys.argv[1])): pass", tmp_path/"run"],
+                                  capture_output=True).returncode
     while (Path(f"/proc/{child}").exists() or held()) and time.monotonic() < deadline: time.sleep(0.2)
     assert not Path(f"/proc/{child}").exists() and not held(), "the kernel trains on without anybody"
 
@@ -81,7 +90,10 @@ def test_a_job_dies_with_the_one_that_started_it(tmp_path):
 # ---- several nodes ----
 
 def test_which_node_this_is(monkeypatch):
-    for name, value in dict(SUBMITIT_EXECUTOR="slurm", SLURM_JOB_ID="70123", SLURM_JOB_NUM_NODES="2", SLURM_NTASKS="2", SLURM_NODEID="1", SLURM_PROCID="1", SLURM_LOCALID="0", SLURM_JOB_NODELIST="node[03-04]").items(): monkeypatch.setenv(name, value)
+    for name, value in dict(SUBMITIT_EXECUTOR="slurm", SLURM_JOB_ID="70123", SLURM_JOB_NUM_NODES="2", SLURM_NTASKS="2",
+                            SLURM_NODEID="1", SLURM_PROCID="1", SLURM_LOCALID="0",
+                            SLURM_JOB_NODELIST="node[03-04]").items():
+        monkeypatch.setenv(name, value)
     assert submit.node_variables() == dict(nnodes=2, node_rank=1, master_addr="node03", master_port=30123)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert submit.node_variables() == {}
@@ -95,12 +107,17 @@ def test_two_nodes_train_what_one_does(tmp_path):
     port = 21000 + os.getpid() % 8000
     both = []
     for rank in (1, 0):
-        with launch.environment(nnodes=2, node_rank=rank, master_addr="127.0.0.1", master_port=port, accelerate_use_cpu=1, omp_num_threads=1):
-            both.append(submit.start_job(job if rank == 0 else submit.write_job(tmp_path, "second", "stage1", as_dict(alone) | dict(out=str(tmp_path/"two"))), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        with launch.environment(nnodes=2, node_rank=rank, master_addr="127.0.0.1", master_port=port,
+                                accelerate_use_cpu=1, omp_num_threads=1):
+            both.append(submit.start_job(job if rank == 0 else submit.write_job(tmp_path, "second", "stage1",
+                                                                                as_dict(alone)
+                                                                                | dict(out=str(tmp_path/"two"))),
+                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [process.communicate(timeout=240)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said[0][-1500:] + said[1][-1500:]
     assert runs.read_manifest(tmp_path/"two")["processes"] == 2
-    for here, there in zip(rows(tmp_path/"alone"), rows(tmp_path/"two"), strict=True): assert here == pytest.approx(there, rel=1e-4)
+    for here, there in zip(rows(tmp_path/"alone"), rows(tmp_path/"two"), strict=True):
+        assert here == pytest.approx(there, rel=1e-4)
 
 
 # ---- requeued ----
@@ -112,16 +129,19 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path):
     job = submit.submit_stage("stage1", parameters, dict(time=5), cluster="local")
     wait_for(lambda: (tmp_path/"run/metrics.jsonl").exists() and len(rows(tmp_path/"run")) >= 3, job._process)
     before = len(rows(tmp_path/"run"))
-    psutil.Process(job._process.pid).children()[0].send_signal(signal.SIGUSR2) # what its controller does when the time is up
+    # what its controller does when the time is up
+    psutil.Process(job._process.pid).children()[0].send_signal(signal.SIGUSR2)
     assert job.result() == str(tmp_path/"run")
     manifest, log = runs.read_manifest(tmp_path/"run"), job.stdout()
-    assert (manifest["status"], len(manifest["starts"]), "stopped by SIGTERM after step" in manifest["failures"][0]["reason"]) == ("complete", 2, True)
+    assert (manifest["status"], len(manifest["starts"]),
+            "stopped by SIGTERM after step" in manifest["failures"][0]["reason"]) == ("complete", 2, True)
     assert int(manifest["failures"][0]["reason"].split("step ")[1].split()[0]) >= before, "no step was lost"
     assert "Calling checkpoint method" in log and "Requeued job" in log
     assert rows(tmp_path/"run") == rows(tmp_path/"whole")
 
 
 def test_a_job_that_fails_says_why(tmp_path):
-    job = submit.submit_stage("stage1", TRAINING | dict(data=str(tmp_path/"nowhere"), out=str(tmp_path/"run")), cluster="local")
+    job = submit.submit_stage("stage1", TRAINING | dict(data=str(tmp_path/"nowhere"), out=str(tmp_path/"run")),
+                              cluster="local")
     from submitit.core.utils import FailedJobError
     with pytest.raises(FailedJobError, match="is neither a folder nor a file"): job.result()

@@ -17,8 +17,10 @@ from anchor_nb.experiments import sweeps
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.core.presets import methods
 
-SMALL = {"stage1.steps": 6, "stage1.global_batch": 4, "stage2.global_batch": 4, "stage1.max_length": 32, "stage2.max_length": 32, "stage2.steps": 4, "stage2.snapshot_steps": 0,
-         "evaluate.documents": 20, "evaluate.queries": 8, "evaluate.max_length": 32, "evaluate.instructions": "none", "stage1.save_steps": 2, "stage2.save_steps": 2,
+SMALL = {"stage1.steps": 6, "stage1.global_batch": 4, "stage2.global_batch": 4, "stage1.max_length": 32,
+         "stage2.max_length": 32, "stage2.steps": 4, "stage2.snapshot_steps": 0,
+         "evaluate.documents": 20, "evaluate.queries": 8, "evaluate.max_length": 32, "evaluate.instructions": "none",
+         "stage1.save_steps": 2, "stage2.save_steps": 2,
          "prepare.corpora": [], "stage1.data": toy_pairs(), "stage2.data": toy_pairs()}
 
 
@@ -64,33 +66,42 @@ def test_an_unknown_name_lists_the_known():
 def test_the_sweeps_of_the_paper_are_valid(name, tmp_path):
     nodes, arms = sweeps.plan_sweep(sweeps.read_sweep(name), tmp_path)
     assert arms and all(need in nodes for node in nodes.values() for need in node.needs)
-    assert all(len({arm.seed for arm, _ in arms if arm.label == label}) == count for label, count in Counter(arm.label for arm, _ in arms).items())
+    assert all(len({arm.seed for arm, _ in arms if arm.label == label}) == count for label, count in Counter(arm.label
+                                                                                                             for arm, _ in arms).items())
 
 
 # ---- the graph ----
 
 def test_what_arms_share_is_one_node(tmp_path):
-    nodes, arms = sweeps.plan_sweep(dict(preset="smoke", base={}, seeds=[], arms={"baseline": {"stages": ["stage2"]}, "untrained": {"stages": []}}, grid={"stage1.alpha": [0.2, 0.5], "stage2.steps": [2, 3]}), tmp_path)
+    nodes, arms = sweeps.plan_sweep(dict(preset="smoke", base={}, seeds=[], arms={"baseline": {"stages": ["stage2"]},
+                                                                                  "untrained": {"stages": []}},
+                                         grid={"stage1.alpha": [0.2, 0.5], "stage2.steps": [2, 3]}), tmp_path)
     assert Counter(node.stage for node in nodes.values()) == dict(prepare=1, stage1=2, stage2=5, evaluate=6)
     at = {name: position for position, name in enumerate(nodes)}
-    assert all(at[need] < at[name] for name, node in nodes.items() for need in node.needs), "a node comes after those it needs"
+    assert all(at[need] < at[name] for name, node in nodes.items()
+               for need in node.needs), "a node comes after those it needs"
 
 
 @pytest.mark.parametrize("name", ["relatives", "relatives-demo"])
 def test_methods_are_compared_on_equal_terms(name, tmp_path):
     nodes, arms = sweeps.plan_sweep(sweeps.read_sweep(name), tmp_path)
     assert {arm.label for arm, _ in arms} == {*methods(), "untrained", "baseline"}
-    of = lambda label, stage: next(nodes[n].parameters for arm, names in arms if arm.label == label for n in names if nodes[n].stage == stage)
+    of = lambda label, stage: next(nodes[n].parameters for arm, names in arms if arm.label == label for n in names
+                                   if nodes[n].stage == stage)
     second = {label: of(label, "stage2") for label in {*methods(), "baseline"}}
-    for setting in ("steps", "global_batch", "max_length", "negatives", "data", "seed", "instructions", "mask_false_negatives", "warmup_steps"): assert len({settings[setting] for settings in second.values()}) == 1, setting
-    assert (second["llm2vec"]["bidirectional"], second["e5"]["pooling"], second["gritlm-re"]["lora_rank"], second["anchor"]["temperature"]) == (True, "last", 0, 0.05)
+    for setting in ("steps", "global_batch", "max_length", "negatives", "data", "seed", "instructions",
+                    "mask_false_negatives", "warmup_steps"):
+        assert len({settings[setting] for settings in second.values()}) == 1, setting
+    assert (second["llm2vec"]["bidirectional"], second["e5"]["pooling"], second["gritlm-re"]["lora_rank"],
+            second["anchor"]["temperature"]) == (True, "last", 0, 0.05)
     assert of("llm2vec", "stage1")["objectives"] == {"mntp": 1.0} and of("anchor", "stage1")["objectives"] == {}
 
 
 def test_inputs_from_outside_count_with_their_content(tmp_path):
     (tmp_path/"pairs").mkdir()
     (tmp_path/"pairs/a.jsonl").write_text('{"query": "a", "positive": "b"}\n')
-    sweep = dict(preset="smoke", base={"prepare.corpora": [], "stage1.data": str(tmp_path/"pairs"), "evaluate.tasks": ["toy"]}, seeds=[], arms={}, grid=[])
+    sweep = dict(preset="smoke", base={"prepare.corpora": [], "stage1.data": str(tmp_path/"pairs"),
+                                       "evaluate.tasks": ["toy"]}, seeds=[], arms={}, grid=[])
     def name():
         return next(name for name in sweeps.plan_sweep(sweep, tmp_path/"root")[0] if name.startswith("stage1"))
     first = name()
@@ -101,16 +112,20 @@ def test_inputs_from_outside_count_with_their_content(tmp_path):
 
 def test_the_root_can_be_moved(tmp_path):
     sweep = dict(preset="smoke", base={}, seeds=[1], arms={}, grid=[])
-    assert [list(sweeps.plan_sweep(sweep, tmp_path/place)[0]) for place in "ab"][0] == list(sweeps.plan_sweep(sweep, tmp_path/"b")[0])
+    assert [list(sweeps.plan_sweep(sweep, tmp_path/place)[0]) for place in "ab"][0] == list(sweeps.plan_sweep(sweep,
+                                                                                                              tmp_path/"b")[0])
 
 
 # ---- a real one ----
 
-SWEEP = "import sys, json; from anchor_nb.experiments.sweeps import run_sweep; print('RESULT', json.dumps(run_sweep(sys.argv[1], sys.argv[2], at_once=int(sys.argv[3]), every=0.2)))"
+SWEEP = ("import sys, json; from anchor_nb.experiments.sweeps import run_sweep; print('RESULT', "
+         "json.dumps(run_sweep(sys.argv[1], sys.argv[2], at_once=int(sys.argv[3]), every=0.2)))")
 
 
 def start(path, root, at_once=1):
-    return subprocess.Popen([sys.executable, "-c", SWEEP, path, str(root), str(at_once)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | dict(ACCELERATE_USE_CPU="1", OMP_NUM_THREADS="1"))
+    return subprocess.Popen([sys.executable, "-c", SWEEP, path, str(root), str(at_once)], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, env=os.environ | dict(ACCELERATE_USE_CPU="1",
+                                                                                       OMP_NUM_THREADS="1"))
 
 
 def finish(process):
@@ -122,12 +137,14 @@ def finish(process):
 def test_a_sweep_that_is_killed_goes_on_and_stage_one_ran_once(tmp_path):
     "2 x 2 arms of stage II on one stage I; the driver is killed with all it has started."
     root = tmp_path/"root"
-    path = write(tmp_path/"s.yaml", preset="smoke", base=SMALL, evaluate=False, grid={"stage2.temperature": [0.05, 0.1], "stage2.steps": [3, 4]})
+    path = write(tmp_path/"s.yaml", preset="smoke", base=SMALL, evaluate=False, grid={"stage2.temperature": [0.05, 0.1],
+                                                                                      "stage2.steps": [3, 4]})
     nodes, arms = sweeps.plan_sweep(sweeps.read_sweep(path), root)
     assert Counter(node.stage for node in nodes.values()) == dict(stage1=1, stage2=4)
     process = start(path, root)
     deadline = time.monotonic() + 200
-    while sum(1 for _ in root.glob("stage2-*/metrics.jsonl")) < 1 and process.poll() is None and time.monotonic() < deadline: time.sleep(0.05)
+    while sum(1 for _ in root.glob("stage2-*/metrics.jsonl")) < 1 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     before = {path.parent.name: ledgers.read_json(path) for path in root.glob("*/run.json")}
@@ -136,7 +153,8 @@ def test_a_sweep_that_is_killed_goes_on_and_stage_one_ran_once(tmp_path):
     assert (result["done"], result["failed"]) == (5, {}), said
     after = {path.parent.name: ledgers.read_json(path) for path in root.glob("*/run.json")}
     done = [name for name, manifest in before.items() if manifest["status"] == "complete"]
-    assert any(name.startswith("stage1") for name in done) and all(after[name] == before[name] for name in done), "something ran again"
+    assert any(name.startswith("stage1") for name in done) and all(after[name] == before[name]
+                                                                   for name in done), "something ran again"
     assert len(after) == 5 and all(manifest["status"] == "complete" for manifest in after.values())
     again, said = finish(start(path, root))
     assert (again["done"], ": running" in said) == (5, False), "all of it was there"
@@ -146,7 +164,9 @@ def test_a_sweep_that_is_killed_goes_on_and_stage_one_ran_once(tmp_path):
 def test_scores_are_gathered_in_one_ledger_and_a_failed_arm_is_reported(tmp_path):
     root = tmp_path/"root"
     base = SMALL | {"evaluate.tasks": [str(build_corpus("toy")/"eval")]}
-    result, said = finish(start(write(tmp_path/"s.yaml", preset="smoke", base=base, arms={"broken": {"stages": ["stage2"], "stage2.model": str(tmp_path/"no-model")}, "untrained": {"stages": []}}), root))
+    result, said = finish(start(write(tmp_path/"s.yaml", preset="smoke", base=base,
+                                      arms={"broken": {"stages": ["stage2"], "stage2.model": str(tmp_path/"no-model")},
+                                            "untrained": {"stages": []}}), root))
     (name, reason), = result["failed"].items()
     assert name.startswith("stage2") and "no-model" in reason and (result["done"], result["skipped"]) == (1, 1), said
     ledger = ledgers.read_rows(result["ledger"])
@@ -156,10 +176,12 @@ def test_scores_are_gathered_in_one_ledger_and_a_failed_arm_is_reported(tmp_path
 
 def test_ctrl_c_has_the_running_stage_write_a_checkpoint(tmp_path):
     root = tmp_path/"root"
-    path = write(tmp_path/"s.yaml", preset="smoke", base=SMALL | {"stage1.steps": 100000, "stage1.save_steps": 0}, evaluate=False, arms={"anchor": {"stages": ["stage1"]}})
+    path = write(tmp_path/"s.yaml", preset="smoke", base=SMALL | {"stage1.steps": 100000, "stage1.save_steps": 0},
+                 evaluate=False, arms={"anchor": {"stages": ["stage1"]}})
     process = start(path, root)
     deadline = time.monotonic() + 100
-    while not any(root.glob("stage1-*/metrics.jsonl")) and process.poll() is None and time.monotonic() < deadline: time.sleep(0.1)
+    while not any(root.glob("stage1-*/metrics.jsonl")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=100)
     assert "Stopped: stopped by SIGINT; what ran was told to write a checkpoint; run the same command to go on" in said

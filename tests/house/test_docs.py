@@ -51,7 +51,9 @@ class Found(HTMLParser):
         if has.get("src"): self.loads.append(has["src"])
 
 
-def pages_of(site): return {path.relative_to(site).as_posix(): Found(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+def pages_of(site):
+    return {path.relative_to(site).as_posix(): Found(path.read_text(encoding="utf-8"))
+            for path in sorted(site.rglob("*.html"))}
 
 
 def broken(pages, files):
@@ -65,7 +67,8 @@ def broken(pages, files):
                 continue
             to = unquote(urlsplit(urljoin(f"http://site/{name}", href)).path.lstrip("/"))
             to = to + "index.html" if to in ("",) or to.endswith("/") else to
-            if to not in files or (parts.fragment and to in pages and unquote(parts.fragment) not in pages[to].ids): yield name, href
+            if to not in files or (parts.fragment and to in pages and unquote(parts.fragment) not in pages[to].ids):
+                yield name, href
 
 
 def test_every_notebook_has_a_page_and_no_link_is_broken(site, pages):
@@ -75,12 +78,14 @@ def test_every_notebook_has_a_page_and_no_link_is_broken(site, pages):
 
 
 def test_the_check_of_links_notices():
-    page = Found('<h2 id="here"></h2><a href="b.html"></a><a href="#there"></a><a href="#here"></a><script src="http://elsewhere/x.js"></script>')
+    page = Found('<h2 id="here"></h2><a href="b.html"></a><a href="#there"></a><a href="#here"></a><script '
+                 'src="http://elsewhere/x.js"></script>')
     assert [href for _, href in broken({"a.html": page}, {"a.html"})] == ["b.html", "#there", "http://elsewhere/x.js"]
 
 
 def test_no_id_is_given_twice(pages):
-    for name, page in pages.items(): assert len(set(page.ids)) == len(page.ids), (name, {i for i in page.ids if page.ids.count(i) > 1})
+    for name, page in pages.items():
+        assert len(set(page.ids)) == len(page.ids), (name, {i for i in page.ids if page.ids.count(i) > 1})
 
 
 def test_nothing_names_a_host_to_load_from(site):
@@ -121,7 +126,8 @@ class Settings:
 
 LIMITS, _SECRET = (1, 2), 3
 '''.strip(), "pairs")
-    assert "### `Pair`{.nolink} {#pairs.Pair}" in text and "| `query` | `str = ''`<br>what is asked \\| or told |" in text
+    assert ("### `Pair`{.nolink} {#pairs.Pair}" in text
+            and "| `query` | `str = ''`<br>what is asked \\| or told |" in text)
     assert "turned(times: int = 1, *, loud=False) -> str" in text and "| `times` | how often |" in text
     assert "| returns | `str` the texts, &lt;loud> or not |" in text
     assert "| `a` | one |\n| `b` | another |\n:::" in text and "| returns | `list` of lines |" in text
@@ -133,15 +139,22 @@ LIMITS, _SECRET = (1, 2), 3
 
 def test_names_that_mean_two_things_are_not_linked():
     pages = {make_site.NOTEBOOKS/"01_a.ipynb": Path("a"), make_site.NOTEBOOKS/"02_b.ipynb": Path("b")}
-    found = [("a", "one", "", make_site.NOTEBOOKS/"01_a.ipynb"), ("a", "both", "", make_site.NOTEBOOKS/"01_a.ipynb"), ("b", "both", "", make_site.NOTEBOOKS/"02_b.ipynb")]
-    assert make_site.symbols(found, pages) == {"a.one": "/a.html#a.one", "a.both": "/a.html#a.both", "b.both": "/b.html#b.both", "one": "/a.html#a.one"}
+    found = [("a", "one", "", make_site.NOTEBOOKS/"01_a.ipynb"), ("a", "both", "", make_site.NOTEBOOKS/"01_a.ipynb"),
+             ("b", "both", "", make_site.NOTEBOOKS/"02_b.ipynb")]
+    assert make_site.symbols(found, pages) == {"a.one": "/a.html#a.one", "a.both": "/a.html#a.both",
+                                               "b.both": "/b.html#b.both", "one": "/a.html#a.one"}
 
 
 def test_notebooks_named_in_prose_become_links():
     pages = make_site.all_notebooks()
-    text = "See `models/04_pooling`, [there](analysis/01_representation_similarity.html#x), `tutorials/cost`, `06_nothing`.\n```\n`models/04_pooling`\n```"
-    assert make_site.linked(text, Path("runs"), pages) == "See [`models/04_pooling`](pooling.ipynb), [there](similarity.ipynb#x), [`tutorials/cost`](tutorials/cost.ipynb), `06_nothing`.\n```\n`models/04_pooling`\n```"
-    assert make_site.linked("`models/04_pooling`", Path("tutorials/cost"), pages) == "[`models/04_pooling`](../pooling.ipynb)"
+    text = ("See `models/04_pooling`, [there](analysis/01_representation_similarity.html#x), `tutorials/cost`, "
+            "`06_nothing`.\n```\n`models/04_pooling`\n```")
+    assert (make_site.linked(text, Path("runs"), pages) == "See [`models/04_pooling`](pooling.ipynb), "
+                                                           "[there](similarity.ipynb#x), "
+                                                           "[`tutorials/cost`](tutorials/cost.ipynb), "
+                                                           "`06_nothing`.\n```\n`models/04_pooling`\n```")
+    assert make_site.linked("`models/04_pooling`", Path("tutorials/cost"),
+                            pages) == "[`models/04_pooling`](../pooling.ipynb)"
 
 
 def test_a_folder_that_is_no_site_is_not_replaced(tmp_path):
@@ -221,7 +234,9 @@ def test_search_finds_a_function_from_the_web_and_from_the_disk(site, address, o
     assert page.locator("h3 code", has_text="pool_states").is_visible()
 
 
-def background(page): return [int(part) for part in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))][:3]
+def background(page):
+    return [int(part) for part in re.findall(r"\d+",
+                                             page.evaluate("getComputedStyle(document.body).backgroundColor"))][:3]
 
 
 def test_light_and_dark(address, open_page):
@@ -249,4 +264,5 @@ def test_sources_fold_out(address, open_page):
 
 def test_figures_have_a_description(site):
     for path in site.rglob("*.html"):
-        for image in re.findall(r'<img[^>]*src="data:image/png[^>]*>', path.read_text(encoding="utf-8")): assert re.search(r'alt="[^"]+"', image[-400:] + image[:400]), path
+        for image in re.findall(r'<img[^>]*src="data:image/png[^>]*>', path.read_text(encoding="utf-8")):
+            assert re.search(r'alt="[^"]+"', image[-400:] + image[:400]), path

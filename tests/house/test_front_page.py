@@ -54,7 +54,8 @@ def shown_by(cell):
 
 
 def test_the_folders_of_the_page_are_found():
-    assert FOLDERS == ["results/demo", "results/demo-rounding", "results/experiment", "results/experiment/local", "results/local"]
+    assert FOLDERS == ["results/demo", "results/demo-rounding", "results/experiment", "results/experiment/local",
+                       "results/local"]
     assert READ == {*FOLDERS, "benchmarks/results"}
 
 
@@ -161,7 +162,8 @@ spec.loader.exec_module(keeping)
 def demo(tmp_path, monkeypatch):
     "What `make demo` leaves, without models: manifests of today, and a file that is not to be kept."
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("anchor_nb.runs.provenance.code_version", lambda: dict(version="0", commit="c" * 40, dirty=False))
+    monkeypatch.setattr("anchor_nb.runs.provenance.code_version", lambda: dict(version="0", commit="c" * 40,
+                                                                               dirty=False))
     places = dict(prepare="data", stage1="stage1", anchor="anchor", baseline="baseline")
     for name in ("stage1", "anchor", "baseline"): write_json(Path("runs/demo")/name/"model/config.json", {})
     for step in plan("demo", Path("runs/demo")):

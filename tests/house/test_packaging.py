@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def build(kind, source, target):
     "Build with what is installed, so that nothing is downloaded."
-    subprocess.run([sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", target, source], check=True, capture_output=True, text=True)
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", target, source],
+                   check=True, capture_output=True, text=True)
     return next(Path(target).glob("*.whl" if kind == "wheel" else "*.tar.gz"))
 
 
@@ -35,14 +36,16 @@ def sdist(project, tmp_path_factory): return build("sdist", project, tmp_path_fa
 def installed(wheel, tmp_path_factory):
     "The wheel unpacked by pip into a folder of its own."
     folder = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder, wheel], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder,
+                    wheel], check=True)
     return folder
 
 
 def away(installed, cwd, *command):
     "Run a command far from the checkout, with the installed copy first in line."
     environment = {**os.environ, "PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run([str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True,
+                          timeout=600)
 
 
 def contents(wheel): return set(zipfile.ZipFile(wheel).namelist())
@@ -50,7 +53,8 @@ def contents(wheel): return set(zipfile.ZipFile(wheel).namelist())
 
 def test_the_wheel_has_all_modules_notebooks_presets_and_tables(wheel):
     names = contents(wheel)
-    wanted = {f"anchor_nb/{path.relative_to(ROOT/'anchor_nb')}" for pattern in ("*.py", "*.json", "presets/*/*.yaml") for path in (ROOT/"anchor_nb").glob(pattern)}
+    wanted = {f"anchor_nb/{path.relative_to(ROOT/'anchor_nb')}" for pattern in ("*.py", "*.json", "presets/*/*.yaml")
+              for path in (ROOT/"anchor_nb").glob(pattern)}
     wanted |= {f"anchor_nb/notebooks/{path.name}" for path in (ROOT/"nbs/stages").glob("*.ipynb")}
     assert wanted <= names, wanted - names
     foreign = {name for name in names if not name.startswith(("anchor_nb/", f"anchor_nb-{__version__}.dist-info/"))}
@@ -59,12 +63,14 @@ def test_the_wheel_has_all_modules_notebooks_presets_and_tables(wheel):
 
 def test_the_metadata_are_those_of_settings_ini(wheel):
     text = zipfile.ZipFile(wheel).read(f"anchor_nb-{__version__}.dist-info/METADATA").decode()
-    for line in (f"Version: {__version__}", "License-Expression: Apache-2.0", "License-File: LICENSE", "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10",
-                 "Provides-Extra: demo", "Provides-Extra: flash", "Provides-Extra: dev", "Requires-Dist: smalldocs==0.5.4; extra == \"docs\""):
+    for line in (f"Version: {__version__}", "License-Expression: Apache-2.0", "License-File: LICENSE",
+                 "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10",
+                 "Provides-Extra: demo", "Provides-Extra: flash", "Provides-Extra: dev",
+                 "Requires-Dist: smalldocs==0.5.4; extra == \"docs\""):
         assert line in text, line
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(name in line for line in required for name in ("nbdev", "fastcore", "jupytext", "pytest"))
-    assert "anchor-nb = anchor_nb.cli.main:main" in zipfile.ZipFile(wheel).read(f"anchor_nb-{__version__}.dist-info/entry_points.txt").decode()
+    assert ((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((("anchor-nb = anchor_nb.cli.main:main" in zipfile.ZipFile(wheel).read(f"anchor_nb-{__version__}.dist-info/entry_points.txt").decode())))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
 
 
 def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
@@ -75,22 +81,26 @@ def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
 
 
 def test_an_installed_copy_works_away_from_the_checkout(installed, tmp_path):
-    where = away(installed, tmp_path, sys.executable, "-c", "import anchor_nb; print(anchor_nb.__file__, anchor_nb.__version__)")
+    where = away(installed, tmp_path, sys.executable, "-c", "import anchor_nb; print(anchor_nb.__file__, "
+                                                            "anchor_nb.__version__)")
     assert where.stdout.split() == [str(installed/"anchor_nb/__init__.py"), __version__], where.stderr
     listed = away(installed, tmp_path, sys.executable, installed/"bin/anchor-nb", "stages")
     assert [line.split()[0] for line in listed.stdout.splitlines()] == list(stage_runs.stages()), listed.stderr
-    shown = away(installed, tmp_path, sys.executable, installed/"bin/anchor-nb", "stage1", "--preset", "smoke", "--dry-run")
+    shown = away(installed, tmp_path, sys.executable, installed/"bin/anchor-nb", "stage1", "--preset", "smoke",
+                 "--dry-run")
     assert yaml.safe_load(shown.stdout) == runs.notebook_defaults(recipe.RECIPES["stage1"]), shown.stderr
 
 
 def test_an_installed_copy_runs_a_stage(installed, tmp_path):
-    result = away(installed, tmp_path, sys.executable, installed/"bin/anchor-nb", "prepare", "--preset", "smoke", "-p", "out=data")
+    result = away(installed, tmp_path, sys.executable, installed/"bin/anchor-nb", "prepare", "--preset", "smoke", "-p",
+                  "out=data")
     assert result.returncode == 0, result.stderr[-3000:]
     assert list((tmp_path/"data/pairs").glob("*.jsonl")) and (tmp_path/"data/prepare.ipynb").exists()
 
 
 def test_make_says_which_python_it_needs(project):
-    result = subprocess.run(["make", "venv", "VENV=.venv-test", "PYTHON=no-such-python"], cwd=project, capture_output=True, text=True)
+    result = subprocess.run(["make", "venv", "VENV=.venv-test", "PYTHON=no-such-python"], cwd=project,
+                            capture_output=True, text=True)
     assert result.returncode != 0 and "needs Python 3.11 or later; no-such-python is not" in result.stderr
 
 

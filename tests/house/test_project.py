@@ -34,7 +34,9 @@ def cells(path): return json.loads(path.read_text(encoding="utf-8"))["cells"]
 def source(cell): return "".join(cell["source"])
 
 
-def exported(path): return [source(cell) for cell in cells(path) if cell["cell_type"] == "code" and re.match(r"#\|\s*export", source(cell))]
+def exported(path):
+    return [source(cell) for cell in cells(path) if cell["cell_type"] == "code" and re.match(r"#\|\s*export",
+                                                                                             source(cell))]
 
 
 # ---- in step ----
@@ -104,7 +106,8 @@ def test_stage_notebooks_are_thin_clean_and_launch_once(path):
     assert json.loads(path.read_text())["metadata"]["kernelspec"]["name"] == "python3"
 
 
-@pytest.mark.parametrize("name, stage", [(name, stage) for name, names in preset_files.presets().items() for stage in names])
+@pytest.mark.parametrize("name, stage", [(name, stage) for name, names in preset_files.presets().items()
+                                         for stage in names])
 def test_every_preset_makes_a_valid_recipe(name, stage):
     recipe.RECIPES[stage](**preset_files.preset(name, stage))
 
@@ -129,7 +132,8 @@ def imported(text):
 def test_a_module_imports_only_from_wings_above_and_lower_numbers(path):
     for text in exported(path):
         later = [name for name in imported(text) if ORDER[name] >= ORDER[module_of(path)]]
-        assert not later, f"{module_of(path)} imports {later}, which come after it; the order is {', '.join(WINGS)}, then the numbers"
+        assert not later, (f"{module_of(path)} imports {later}, which come after it; the order is {', '.join(WINGS)}, "
+                           "then the numbers")
 
 
 def test_every_module_lies_in_a_wing_of_at_most_a_dozen_rooms_or_so():
@@ -157,10 +161,13 @@ def test_notebook_opens_with_title_subtitle_and_module(path):
 def test_kept_outputs_show_no_warnings_and_no_paths_of_a_machine(path):
     for cell in cells(path):
         for output in cell.get("outputs", []):
-            assert output.get("name") != "stderr", f"{path.name} keeps stderr: {source(dict(source=output['text']))[:300]}"
-            assert not (found := re.search(r"/(root|home|tmp|Users|work)/|site-packages", json.dumps(output))), f"{path.name} keeps {found.group()} in an output"
+            assert output.get("name") != "stderr", (f"{path.name} keeps stderr: "
+                                                    f"{source(dict(source=output['text']))[:300]}")
+            assert not (found := re.search(r"/(root|home|tmp|Users|work)/|site-packages",
+                                           json.dumps(output))), f"{path.name} keeps {found.group()} in an output"
 
 
 def test_importing_the_light_modules_loads_no_heavy_library():
-    code = "import sys, anchor_nb.cli.main; print([name for name in ('torch', 'transformers', 'datasets', 'pandas', 'papermill') if name in sys.modules])"
+    code = ("import sys, anchor_nb.cli.main; print([name for name in ('torch', 'transformers', 'datasets', 'pandas', "
+            "'papermill') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+from transformers import (AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM,
+                          MistralConfig, MistralForCausalLM,
                           Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 from anchor_nb.models.backbone import run_packed, trunk_of
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.resolve import resolve_model
-from anchor_nb.inference.decoding import anchors_of, decode_from_anchor, given_tokens, others, remembered, rules_of, target_losses, token_overlap, write
+from anchor_nb.inference.decoding import (anchors_of, decode_from_anchor, given_tokens, others, remembered, rules_of,
+                                          target_losses, token_overlap, write)
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.packing import pack
 from anchor_nb.core.recipe import Stage1, Stage2
@@ -24,8 +26,12 @@ from common import recipe, rows
 
 TEXTS = ["Who bakes bread?", "a", "", "the river floods in spring " * 30, "naïve 文字 \ud83d"[:8]]
 AUTHORS = dict(decode_from="sequence", target_template=True, target_eos=False, hide_template=True)
-FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, {}), "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}), "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=8)),
-            "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)), "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, dict(head_dim=8, sliding_window=128))}
+FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, {}), "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+            "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=8)),
+            "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)), "gemma3": (Gemma3ForCausalLM,
+                                                                                                  Gemma3TextConfig,
+                                                                                                  dict(head_dim=8,
+                                                                                                       sliding_window=128))}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +41,10 @@ def models(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
     for name, (model, config, more) in FAMILIES.items():
         torch.manual_seed(0)
-        built = model(config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                             max_position_embeddings=256, initializer_range=0.3, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, tie_word_embeddings=False, **more))
+        built = model(config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                             num_attention_heads=4, num_key_value_heads=2,
+                             max_position_embeddings=256, initializer_range=0.3, eos_token_id=tokenizer.eos_token_id,
+                             pad_token_id=tokenizer.pad_token_id, bos_token_id=None, tie_word_embeddings=False, **more))
         built.generation_config.repetition_penalty = 3.0 # a habit that must not show
         built.save_pretrained(folder/name), tokenizer.save_pretrained(folder/name)
     return folder
@@ -63,9 +71,11 @@ def step_by_step(embedder, anchor, given, most, hide):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_writing_is_the_training_pass_token_by_token(models, family, bidirectional):
-    embedder = AnchorEmbedder.from_pretrained(str(models/family), precision="fp64", max_length=64, bidirectional=bidirectional, pooling="mean" if bidirectional else "")
+    embedder = AnchorEmbedder.from_pretrained(str(models/family), precision="fp64", max_length=64,
+                                              bidirectional=bidirectional, pooling="mean" if bidirectional else "")
     for rules in (DecodeRules(), DecodeRules(**AUTHORS)):
-        anchors, given = anchors_of(embedder, embedder.formatter(TEXTS)), given_tokens(embedder, rules, "find the person")
+        anchors, given = anchors_of(embedder, embedder.formatter(TEXTS)), given_tokens(embedder, rules,
+                                                                                       "find the person")
         written = write(embedder, anchors, given, max_new_tokens=12, hide_given=rules.hide_template)
         assert written == [step_by_step(embedder, anchor, given, 12, rules.hide_template) for anchor in anchors]
         assert len({tuple(ids) for ids in written}) > 1, "anchors make no difference, so this test sees nothing"
@@ -80,10 +90,12 @@ def test_neither_batch_nor_budget_nor_company_change_what_is_written(models):
     embedder.micro_tokens = 10
     assert torch.allclose(anchors_of(embedder, formatted), anchors, atol=1e-9)
     assert torch.allclose(torch.cat(target_losses(embedder, anchors, formatted)), losses, atol=1e-5)
-    assert write(embedder, anchors, batch=2, max_new_tokens=9) == sum((write(embedder, one[None], max_new_tokens=9) for one in anchors), [])
+    assert write(embedder, anchors, batch=2, max_new_tokens=9) == sum((write(embedder, one[None], max_new_tokens=9)
+                                                                       for one in anchors), [])
     before = torch.random.get_rng_state()
     first = decode_from_anchor(embedder, TEXTS, samples=2, seed=5, max_new_tokens=9)
-    assert first == decode_from_anchor(embedder, TEXTS, samples=2, seed=5, max_new_tokens=9) and torch.equal(before, torch.random.get_rng_state())
+    assert first == decode_from_anchor(embedder, TEXTS, samples=2, seed=5, max_new_tokens=9) and torch.equal(before,
+                                                                                                             torch.random.get_rng_state())
     assert [len(one.samples) for one in first] == [2]*len(TEXTS)
 
 
@@ -92,18 +104,20 @@ def chain(tmp_path_factory):
     "A run of stage I by the authors' rules, and one of stage II on it."
     folder = tmp_path_factory.mktemp("chain")
     train(recipe(Stage1, folder/"one", steps=4, instructions="corpora", max_length=96, **AUTHORS))
-    train(recipe(Stage2, folder/"two", steps=4, instructions="corpora", max_length=96, model=str(folder/"one"), snapshot_steps=2))
+    train(recipe(Stage2, folder/"two", steps=4, instructions="corpora", max_length=96, model=str(folder/"one"),
+                 snapshot_steps=2))
     return folder
 
 
 def test_checkpoints_of_both_stages_write_by_the_rules_of_stage_one(chain):
     "Every checkpoint of a chain says how stage I decoded, and is decoded so."
-    assert rules_of(str(chain/"one")) == rules_of(str(chain/"two")) == rules_of(str(chain/"two/snapshots/step-2")) == DecodeRules(**AUTHORS)
+    assert ((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((rules_of(str(chain/"one")) == rules_of(str(chain/"two")) == rules_of(str(chain/"two/snapshots/step-2")) == DecodeRules(**AUTHORS)))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
     for where in (chain/"one", chain/"two", chain/"two/snapshots/step-2"):
         embedder = AnchorEmbedder.from_pretrained(str(where))
         asked, said = "Find the person", "the smith"
         found = decode_from_anchor(str(where), [said], asked, samples=1, max_new_tokens=8)
-        assert found == decode_from_anchor(embedder, [said], asked, samples=1, max_new_tokens=8, rules=DecodeRules(**AUTHORS))
+        assert found == decode_from_anchor(embedder, [said], asked, samples=1, max_new_tokens=8,
+                                           rules=DecodeRules(**AUTHORS))
         assert isinstance(found[0].text, str) and len(found[0].samples) == 1
         text, = embedder.formatter([said], asked)
         assert given_tokens(embedder, DecodeRules(**AUTHORS), asked) == text.ids[:text.start]
@@ -114,16 +128,20 @@ def test_checkpoints_of_both_stages_write_by_the_rules_of_stage_one(chain):
 def test_the_loss_of_a_first_step_is_found_again(tmp_path, how):
     "One step over all of a small data set: what the trainer logs is what `remembered` says of the untrained model."
     pairs = [(f"query {n}", f"document {n} is longer " * (n + 1)) for n in range(4)]
-    (tmp_path/"few.jsonl").write_text("".join(json.dumps(dict(query=q, positive=d, negatives=[])) + "\n" for q, d in pairs))
-    train(recipe(Stage1, tmp_path/"run", data=str(tmp_path/"few.jsonl"), steps=1, global_batch=4, instructions="none", max_length=64, **how))
+    (tmp_path/"few.jsonl").write_text("".join(json.dumps(dict(query=q, positive=d, negatives=[])) + "\n"
+                                              for q, d in pairs))
+    train(recipe(Stage1, tmp_path/"run", data=str(tmp_path/"few.jsonl"), steps=1, global_batch=4, instructions="none",
+                 max_length=64, **how))
     assert rules_of(str(tmp_path/"run")) == DecodeRules(**how)
-    found = remembered(AnchorEmbedder.from_pretrained("tiny", max_length=64), pairs, rules=DecodeRules(**how), max_new_tokens=4)
+    found = remembered(AnchorEmbedder.from_pretrained("tiny", max_length=64), pairs, rules=DecodeRules(**how),
+                       max_new_tokens=4)
     for name in ("loss_q2d", "loss_d2q"): assert found[name] == pytest.approx(rows(tmp_path/"run")[0][name], rel=1e-5)
 
 
 def evaluate(folder, *words):
     command = Path(sys.executable).with_name("anchor-nb")
-    return subprocess.run([command, "evaluate", "tiny", "--task", build_corpus("toy")/"eval", "-p", "max_length=64", *map(str, words), "--json"], cwd=folder, capture_output=True, text=True, timeout=600)
+    return subprocess.run([command, "evaluate", "tiny", "--task", build_corpus("toy")/"eval", "-p", "max_length=64",
+                           *map(str, words), "--json"], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def test_reconstructions_go_into_the_ledger_beside_the_scores(tmp_path):
@@ -131,9 +149,12 @@ def test_reconstructions_go_into_the_ledger_beside_the_scores(tmp_path):
     assert first.returncode == 0, first.stderr[-2000:]
     ledger = read_rows(tmp_path/"runs/evaluate/ledger.jsonl")
     ours = [row for row in ledger if row["type"] == "Reconstruction"]
-    assert len(ours) == 32 and {row["task"] for row in ours} == {"reconstruction:toy"} and not any(row["main"] for row in ours)
-    assert {row["queries"] for row in ours} == {3} and {row["evaluation"] for row in ours} == {row["evaluation"] for row in ledger}
-    assert [row["task"] for row in comparable(ledger)] == ["toy"] and json.loads(first.stdout)["tasks"].keys() == {"toy"}
+    assert len(ours) == 32 and {row["task"] for row in ours} == {"reconstruction:toy"} and not any(row["main"]
+                                                                                                   for row in ours)
+    assert {row["queries"] for row in ours} == {3} and {row["evaluation"] for row in ours} == {row["evaluation"]
+                                                                                               for row in ledger}
+    assert ([row["task"] for row in comparable(ledger)] == ["toy"]
+            and json.loads(first.stdout)["tasks"].keys() == {"toy"})
 
 
 def test_without_the_extra_texts_are_written_and_scores_say_what_to_install():

@@ -30,13 +30,16 @@ def write_corpus(path, rows):
     "Short texts, a few of them empty, ids in no order."
     draw = random.Random(rows)
     with open(path, "w", encoding="utf-8") as file:
-        for n in range(rows): file.write(json.dumps(dict(_id=f"{n*7919 % rows}ü", title=draw.choice(WORDS)*(n % 3 > 0), text=" ".join(draw.choices(WORDS, k=draw.randrange(6))))) + "\n")
+        for n in range(rows):
+            file.write(json.dumps(dict(_id=f"{n*7919 % rows}ü", title=draw.choice(WORDS)*(n % 3 > 0),
+                                       text=" ".join(draw.choices(WORDS, k=draw.randrange(6))))) + "\n")
     return str(path)
 
 
 def start(environment={}, **settings):
     "Encode in another process, on one thread, so that its numbers are those of any other."
-    return subprocess.Popen([sys.executable, "-c", ENCODE, json.dumps(dict(model="tiny", **settings))], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-c", ENCODE, json.dumps(dict(model="tiny", **settings))], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             env=os.environ | dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="1") | environment)
 
 
@@ -73,7 +76,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(encoding.AnchorEmbedder, "from_pretrained", lambda *_, **__: Fake())
 
 
-@pytest.fixture(scope="module", params=[pytest.param((3000, 100, "int8"), id="thousands"), pytest.param((10**6, 16384, "float16"), marks=pytest.mark.soak, id="million")])
+@pytest.fixture(scope="module", params=[pytest.param((3000, 100, "int8"), id="thousands"),
+                                        pytest.param((10**6, 16384, "float16"), marks=pytest.mark.soak, id="million")])
 def uninterrupted(request, tmp_path_factory):
     "A corpus, and what one process makes of it."
     rows, shard_rows, dtype = request.param
@@ -89,12 +93,14 @@ def test_killed_twice_is_the_uninterrupted_run(tmp_path, uninterrupted):
     settings, rows, shards, whole = uninterrupted
     stops = sorted(random.sample(range(1, shards - 10), 2))
     print("killed at shard", stops)
-    for stop, processes in zip(stops, (1, 2)): killed(start(out=str(tmp_path/"killed"), processes=processes, **settings), tmp_path/"killed", stop)
+    for stop, processes in zip(stops, (1, 2)):
+        killed(start(out=str(tmp_path/"killed"), processes=processes, **settings), tmp_path/"killed", stop)
     with pytest.raises(ValueError, match="lacks"): open_encoded(tmp_path/"killed")
     last = ended(start(out=str(tmp_path/"killed"), processes=2, **settings))
     assert content(tmp_path/"killed") == whole
     assert (last["rows"], last["complete"]) == (rows, True) and stops[1] <= shards - last["made_shards"] < shards
-    assert [name for ids, _ in open_encoded(tmp_path/"killed") for name in ids] == [f"{n*7919 % rows}ü" for n in range(rows)]
+    assert [name for ids, _ in open_encoded(tmp_path/"killed") for name in ids] == [f"{n*7919 % rows}ü"
+                                                                                    for n in range(rows)]
     print(json.dumps(last))
 
 
@@ -104,7 +110,8 @@ def test_two_nodes_are_one(tmp_path, uninterrupted):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    nodes = [start(dict(NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port), out=str(tmp_path/"two"), **settings) for rank in (0, 1)]
+    nodes = [start(dict(NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+                   out=str(tmp_path/"two"), **settings) for rank in (0, 1)]
     assert any([ended(node)["complete"] for node in nodes])
     assert content(tmp_path/"two") == whole
 
@@ -114,7 +121,8 @@ def test_processes_that_others_have_started_need_only_the_folder(tmp_path, fake,
     settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 350), model="tiny", shard_rows=50)
     encode_corpus(out=str(tmp_path/"one"), **settings)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1") # a launcher sets it; ranks without it are left over from another command
+    # a launcher sets it; ranks without it are left over from another command
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     found = []
     for rank in (2, 0, 1):
         monkeypatch.setenv("RANK", str(rank))
@@ -137,34 +145,41 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, fake):
 
 
 def test_a_full_disk_leaves_whole_shards(tmp_path, fake, monkeypatch):
-    settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 100), model="tiny", out=str(tmp_path/"out"), shard_rows=10)
+    settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 100), model="tiny", out=str(tmp_path/"out"),
+                    shard_rows=10)
     written, fsync = [], os.fsync
     def full(handle):
         written.append(handle)
-        if len(written) == 8: raise OSError(errno.ENOSPC, "No space left on device")
+        if len(written) == 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
         fsync(handle)
     with monkeypatch.context() as patch:
         patch.setattr(encoding.os, "fsync", full)
-        with pytest.raises(OSError, match="make room and run the same command again") as caught: encode_corpus(**settings)
+        with pytest.raises(OSError, match="make room and run the same command again") as caught:
+            encode_corpus(**settings)
     assert caught.value.errno == errno.ENOSPC and not list((tmp_path/"out").glob("*.part"))
-    assert encode_corpus(**settings)["made_shards"] == 7 # the manifest and three shards with their records were written before
+    # the manifest and three shards with their records were written before
+    assert encode_corpus(**settings)["made_shards"] == 7
 
 
 def test_a_vector_that_is_no_number_is_named(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(Fake, "encode", lambda self, texts, *_, **__: np.array([[1.0], [np.nan]]*(len(texts)//2)))
     (tmp_path/"corpus.jsonl").write_text('{"_id": "a", "text": "x"}\n{"_id": "b", "text": "y"}\n')
-    with pytest.raises(ValueError, match="the vector of 'b' is not finite"): encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
+    with pytest.raises(ValueError, match="the vector of 'b' is not finite"):
+        encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
     assert not list((tmp_path/"out").glob("shard*"))
 
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path, fake):
     corpus = write_corpus(tmp_path/"corpus.jsonl", 20)
-    with encoding.locked(tmp_path/"out"), pytest.raises(ValueError, match="another process is running in"): encode_corpus(corpus, "tiny", str(tmp_path/"out"))
+    with encoding.locked(tmp_path/"out"), pytest.raises(ValueError, match="another process is running in"):
+        encode_corpus(corpus, "tiny", str(tmp_path/"out"))
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path, fake):
     shutil.copytree(resolve_model("tiny"), tmp_path/"model")
-    settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 20), model=str(tmp_path/"model"), out=str(tmp_path/"out"))
+    settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 20), model=str(tmp_path/"model"),
+                    out=str(tmp_path/"out"))
     encode_corpus(**settings)
     (tmp_path/"model"/"more.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="differs in the content of the model"): encode_corpus(**settings)
@@ -176,7 +191,8 @@ def test_a_corpus_that_has_moved_is_the_same(tmp_path, fake):
     (tmp_path/"elsewhere").mkdir()
     os.rename(corpus, tmp_path/"elsewhere"/"corpus.jsonl")
     shard_file(tmp_path/"out", 1).unlink()
-    with pytest.warns(UserWarning, match="has 0 bytes"): assert encode_corpus(str(tmp_path/"elsewhere"), "tiny", str(tmp_path/"out"), shard_rows=10)["made_rows"] == 10
+    with pytest.warns(UserWarning, match="has 0 bytes"):
+        assert encode_corpus(str(tmp_path/"elsewhere"), "tiny", str(tmp_path/"out"), shard_rows=10)["made_rows"] == 10
 
 
 def test_an_id_that_comes_twice_is_found_before_a_model_is_loaded(tmp_path):
@@ -185,14 +201,19 @@ def test_an_id_that_comes_twice_is_found_before_a_model_is_loaded(tmp_path):
     (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"text": "y"}\n{"text": "z"}\n')
     (tmp_path/"corpus/b.jsonl").write_text('{"_id": "b", "text": "x"}\n\n{"_id": "2", "text": "y"}\n')
     settings = dict(corpus=str(tmp_path/"corpus"), model="tiny", out=str(tmp_path/"out"), shard_rows=2)
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the id '1' is there already, at .*a.jsonl, line 1; give every text an id of its own, or name another field"): encode_corpus(**settings)
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the id '1' is there already, at .*a.jsonl, line 1; give "
+                                         r"every text an id of its own, or name another field"):
+        encode_corpus(**settings)
     (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"_id": "2", "text": "y"}\n')
-    with pytest.raises(ValueError, match=r"b.jsonl, line 3: the id '2' is there already, at .*a.jsonl, line 2"): encode_corpus(**settings)
+    with pytest.raises(ValueError, match=r"b.jsonl, line 3: the id '2' is there already, at .*a.jsonl, line 2"):
+        encode_corpus(**settings)
     assert not (tmp_path/"out/manifest.json").exists()
 
 
 def test_no_rows_and_wrong_rows(tmp_path, fake):
     (tmp_path/"corpus.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match="holds no row"): encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
+    with pytest.raises(ValueError, match="holds no row"):
+        encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
     (tmp_path/"corpus.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
-    with pytest.raises(ValueError, match="corpus.jsonl, line 2, field 'text' is missing"): encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"other"))
+    with pytest.raises(ValueError, match="corpus.jsonl, line 2, field 'text' is missing"):
+        encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"other"))

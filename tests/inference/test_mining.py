@@ -27,7 +27,8 @@ def rules(**given): return Mine(**dict(data="pairs", out="mined") | given)
 
 
 def row(query, *positives, negatives=(), **more):
-    return dict(query=query, positives=list(positives), negatives=list(negatives), instruction="", document_instruction="", positive_scores=[], negative_scores=[]) | more
+    return dict(query=query, positives=list(positives), negatives=list(negatives), instruction="",
+                document_instruction="", positive_scores=[], negative_scores=[]) | more
 
 
 def write(path, *rows):
@@ -42,16 +43,21 @@ def asked(build):
     "Any rules that a recipe accepts."
     first, negatives = build(st.integers(0, 4)), build(st.integers(1, 5))
     margin = st.one_of(st.just(0.0), st.floats(0.01, 3))
-    return rules(negatives=negatives, first_rank=first, last_rank=first + negatives + build(st.integers(0, 30)), percentage=build(st.sampled_from([0, 50, 95, 100])),
-                 absolute_margin=build(margin), relative_margin=build(margin), choose=build(st.sampled_from(["top", "random"])), seed=build(st.integers(0, 3)))
+    return rules(negatives=negatives, first_rank=first, last_rank=first + negatives + build(st.integers(0, 30)),
+                 percentage=build(st.sampled_from([0, 50, 95, 100])),
+                 absolute_margin=build(margin), relative_margin=build(margin),
+                 choose=build(st.sampled_from(["top", "random"])), seed=build(st.integers(0, 3)))
 
 
 @settings(deadline=None, max_examples=150)
 @given(asked(), st.integers(0, 10**6), st.integers(1, 6), st.integers(6, 40), st.integers(1, 200))
 def test_the_search_is_the_slow_one_however_documents_are_cut(rules, seed, queries, documents, cells):
-    # whole numbers, so that sums are exact in any order; many scores are equal, so numbers may differ and scores may not
+    # whole numbers, so that sums are exact in any order; many scores are equal, so numbers may differ and scores may
+    # not
     draw = np.random.default_rng(seed)
-    asking, vectors = draw.integers(-2, 3, (queries, 4)).astype(np.float32), draw.integers(-2, 3, (documents, 4)).astype(np.float32)
+    asking, vectors = draw.integers(-2, 3, (queries, 4)).astype(np.float32), draw.integers(-2, 3,
+                                                                                           (documents,
+                                                                                            4)).astype(np.float32)
     known = [draw.choice(documents, draw.integers(1, 4)).tolist() for _ in range(queries)]
     cuts = sorted(draw.integers(0, documents + 1, 3).tolist())
     near = nearest(asking, np.split(vectors, cuts), known, rules.last_rank, cells)
@@ -69,11 +75,15 @@ def test_the_search_is_the_slow_one_however_documents_are_cut(rules, seed, queri
 @settings(deadline=None)
 @given(st.floats(-5, 5), st.floats(0.1, 100), st.floats(0.01, 2), st.floats(0.01, 2))
 def test_a_limit_is_never_above_the_positive(positive, percentage, relative, absolute):
-    limit = lambda **given: ceiling(torch.tensor([positive], dtype=torch.float64), rules(**dict(percentage=0) | given)).item()
+    limit = lambda **given: ceiling(torch.tensor([positive], dtype=torch.float64),
+                                    rules(**dict(percentage=0) | given)).item()
     assert limit(percentage=percentage) <= positive
     assert limit(relative_margin=relative) == pytest.approx(positive - relative*abs(positive))
-    assert limit(percentage=percentage) == pytest.approx(limit(relative_margin=1 - percentage/100) if percentage < 100 else positive)
-    assert limit(percentage=percentage, relative_margin=relative, absolute_margin=absolute) == min(limit(percentage=percentage), limit(relative_margin=relative), limit(absolute_margin=absolute))
+    assert limit(percentage=percentage) == pytest.approx(limit(relative_margin=1 - percentage/100) if percentage < 100
+                                                         else positive)
+    assert limit(percentage=percentage, relative_margin=relative,
+                 absolute_margin=absolute) == min(limit(percentage=percentage), limit(relative_margin=relative),
+                                                  limit(absolute_margin=absolute))
 
 
 class Fake:
@@ -86,7 +96,8 @@ class Fake:
     def similarity_pairwise(self, a, b): return (torch.as_tensor(a)*torch.as_tensor(b)).sum(1)
 
 
-@pytest.mark.parametrize("choice", [dict(percentage=95.0), dict(percentage=0, absolute_margin=0.1), dict(percentage=0, relative_margin=0.3), dict(percentage=0, first_rank=2)])
+@pytest.mark.parametrize("choice", [dict(percentage=95.0), dict(percentage=0, absolute_margin=0.1),
+                                    dict(percentage=0, relative_margin=0.3), dict(percentage=0, first_rank=2)])
 def test_the_same_negatives_as_sentence_transformers(choice):
     from sentence_transformers.util import mine_hard_negatives
     draw = np.random.default_rng(1)
@@ -97,10 +108,15 @@ def test_the_same_negatives_as_sentence_transformers(choice):
     known = [[n] for n in range(30)]
     near = nearest(np.stack(list(asking.values())), [np.stack(list(texts.values()))], known, recipe.last_rank)
     found = choose(near, ceiling(near.known, recipe), recipe, [("t", n) for n in range(30)])
-    margin = dict(relative_margin=recipe.relative_margin or (0.05 if recipe.percentage else None), absolute_margin=recipe.absolute_margin or None)
-    theirs = mine_hard_negatives(datasets.Dataset.from_dict(dict(query=list(asking), answer=[f"d{n}" for n in range(30)])), Fake(texts | asking), corpus=list(texts), num_negatives=3,
-                                 range_min=recipe.first_rank, range_max=recipe.last_rank, output_format="n-tuple", verbose=False, **margin)
-    ours = {f"q{n}": [f"d{k}" for k in numbers] for n, (numbers, _) in enumerate(found) if len(numbers) == 3} # theirs leaves out the others
+    margin = dict(relative_margin=recipe.relative_margin or (0.05 if recipe.percentage else None),
+                  absolute_margin=recipe.absolute_margin or None)
+    theirs = mine_hard_negatives(datasets.Dataset.from_dict(dict(query=list(asking),
+                                                                 answer=[f"d{n}" for n in range(30)])),
+                                 Fake(texts | asking), corpus=list(texts), num_negatives=3,
+                                 range_min=recipe.first_rank, range_max=recipe.last_rank, output_format="n-tuple",
+                                 verbose=False, **margin)
+    # theirs leaves out the others
+    ours = {f"q{n}": [f"d{k}" for k in numbers] for n, (numbers, _) in enumerate(found) if len(numbers) == 3}
     assert {each["query"]: [each[f"negative_{k}"] for k in (1, 2, 3)] for each in theirs} == ours and ours
 
 
@@ -112,7 +128,8 @@ def test_shards_are_let_go():
             shard = np.full((100, 4), float(n), np.float32)
             alive.append(weakref.ref(shard))
             yield shard
-    assert (nearest(np.ones((3, 4), np.float32), shards(), [[0]]*3, 2).numbers >= 4900).all() # the last shard scores highest
+    # the last shard scores highest
+    assert (nearest(np.ones((3, 4), np.float32), shards(), [[0]]*3, 2).numbers >= 4900).all()
 
 
 def test_a_row_with_many_positives_has_as_many_candidates():
@@ -124,10 +141,13 @@ def test_a_row_with_many_positives_has_as_many_candidates():
 # ---- what is a candidate ----
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 6), min_size=1, max_size=3), st.lists(st.integers(0, 6), max_size=2)), min_size=1, max_size=8), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 6), min_size=1, max_size=3),
+                          st.lists(st.integers(0, 6), max_size=2)), min_size=1, max_size=8), st.booleans())
 def test_nothing_that_answers_a_query_becomes_its_negative(tmp_path_factory, parts, keep):
-    text, spelt = (lambda n: f"The {n}th document"), (lambda n, k: f"  the {n}TH\tdocument " if k % 2 else f"The {n}th document")
-    table = [row(f"{'Query' if k % 2 else 'query'} {q}", *[spelt(n, k) for n in own], negatives=[spelt(n, k) for n in negatives]) for k, (q, own, negatives) in enumerate(parts)]
+    text, spelt = (lambda n: f"The {n}th document"), (lambda n, k: f"  the {n}TH\tdocument " if k % 2
+                                                      else f"The {n}th document")
+    table = [row(f"{'Query' if k % 2 else 'query'} {q}", *[spelt(n, k) for n in own],
+                 negatives=[spelt(n, k) for n in negatives]) for k, (q, own, negatives) in enumerate(parts)]
     pool = Pool(tmp_path_factory.mktemp("pool")/"p.jsonl")
     known, counts = pool_texts(table, pool, rules(keep_existing=keep))
     answers = {}
@@ -141,12 +161,16 @@ def test_nothing_that_answers_a_query_becomes_its_negative(tmp_path_factory, par
 
 
 def test_a_corpus_adds_candidates_and_existing_negatives_stay(tmp_path):
-    data = write(tmp_path/"pairs.jsonl", dict(query="which bird swims", positive="A penguin is a bird that swims.", negatives=["Old negative bird."]),
+    data = write(tmp_path/"pairs.jsonl", dict(query="which bird swims", positive="A penguin is a bird that swims.",
+                                              negatives=["Old negative bird."]),
                  dict(query="what is bread", positive="Bread is baked from flour."))
-    corpus = write(tmp_path/"corpus.jsonl", dict(_id="1", title="Swan", text="a bird that swims well"), dict(_id="2", text="a PENGUIN is a bird that swims."), dict(_id="3", text="Nothing here."))
-    report = mine(rules(data=data, corpus=corpus, out=str(tmp_path/"out"), model="bm25", keep_existing=True, format="gritlm", instructions="none"))["pairs"]
+    corpus = write(tmp_path/"corpus.jsonl", dict(_id="1", title="Swan", text="a bird that swims well"),
+                   dict(_id="2", text="a PENGUIN is a bird that swims."), dict(_id="3", text="Nothing here."))
+    report = mine(rules(data=data, corpus=corpus, out=str(tmp_path/"out"), model="bm25", keep_existing=True,
+                        format="gritlm", instructions="none"))["pairs"]
     first, second = [json.loads(line) for line in (tmp_path/"out/pairs/pairs.jsonl").read_text().splitlines()]
-    assert first["neg"] == ["Old negative bird.", "Swan a bird that swims well"] and len(first["neg_scores"]) == 2 and first["neg_scores"][0] > 0
+    assert first["neg"] == ["Old negative bird.",
+                            "Swan a bird that swims well"] and len(first["neg_scores"]) == 2 and first["neg_scores"][0] > 0
     assert second["neg"] == [] and report["documents"] == 5 and report["without"] == 1
 
 
@@ -158,14 +182,19 @@ def test_rows_of_two_instructions_keep_their_order(tmp_path, monkeypatch):
         seen.append((texts.name, instruction, len(lines)))
         eye = np.eye(6, dtype=np.float32)
         place = lambda text: int(text.split()[-1])
-        return [(lines[k:k + 2], np.stack([eye[place(text)] if not instruction and "query" not in text else 0.5*eye[place(text)] + eye[(place(text) + 1) % 6] for text in lines[k:k + 2]])) for k in range(0, len(lines), 2)]
+        return [(lines[k:k + 2], np.stack([eye[place(text)] if not instruction and "query" not in text
+                                           else 0.5*eye[place(text)] + eye[(place(text) + 1) % 6]
+                                           for text in lines[k:k + 2]])) for k in range(0, len(lines), 2)]
     monkeypatch.setattr(mining, "vectors_of", vectors_of)
-    data = write(tmp_path/"t.jsonl", *[dict(query=["odd" if n % 2 else "even", f"query {n}"], pos=[f"document {n}"], neg=[]) for n in range(6)])
+    data = write(tmp_path/"t.jsonl", *[dict(query=["odd" if n % 2 else "even", f"query {n}"], pos=[f"document {n}"],
+                                            neg=[]) for n in range(6)])
     mine(rules(data=data, model="tiny", out=str(tmp_path/"out"), negatives=1, percentage=0))
     rows = list(parsed(str(tmp_path/"out/pairs/t.jsonl")))
-    assert [(each["query"], each["negatives"]) for each in rows] == [(f"query {n}", [f"document {(n + 1) % 6}"]) for n in range(6)]
+    assert [(each["query"], each["negatives"]) for each in rows] == [(f"query {n}", [f"document {(n + 1) % 6}"])
+                                                                     for n in range(6)]
     assert [each["instruction"] for each in rows] == ["even", "odd"]*3
-    assert sorted(seen) == [("t-documents.jsonl", "", 6), ("t-queries-0.jsonl", "even", 3), ("t-queries-1.jsonl", "odd", 3)]
+    assert sorted(seen) == [("t-documents.jsonl", "", 6), ("t-queries-0.jsonl", "even", 3), ("t-queries-1.jsonl", "odd",
+                                                                                             3)]
 
 
 def test_random_draws_do_not_depend_on_other_rows(tmp_path):
@@ -176,7 +205,8 @@ def test_random_draws_do_not_depend_on_other_rows(tmp_path):
         data.parent.mkdir()
         data.write_text("\n".join(lines[:count]))
         corpus = write(tmp_path/f"{count}/all.jsonl", *[dict(text=json.loads(line)["positive"]) for line in lines[:60]])
-        mine(rules(data=str(data), corpus=corpus, out=str(tmp_path/f"out{count}"), model="bm25", choose="random", percentage=0, seed=5))
+        mine(rules(data=str(data), corpus=corpus, out=str(tmp_path/f"out{count}"), model="bm25", choose="random",
+                   percentage=0, seed=5))
         taken.append([each["negatives"] for each in parsed(str(tmp_path/f"out{count}/pairs/toy.jsonl"))][:30])
     assert taken[0] == taken[1]
 
@@ -191,10 +221,13 @@ def test_the_stage_leaves_a_finished_run(tmp_path):
 @pytest.mark.parametrize("format, file", [("columns", "t.parquet"), ("anchor_nb", "t.jsonl"), ("gritlm", "t.jsonl")])
 def test_a_dataset_with_nothing_left_is_an_error_and_no_file(tmp_path, format, file):
     data = write(tmp_path/"t.jsonl", *[dict(query=f"question {n}", positive=f"answer {n}") for n in range(2)])
-    with pytest.raises(ValueError, match=f"{tmp_path}/out/pairs/{file} would hold no row: none of the 2 rows of t got more than 0 negatives, .*negatives=3; lower negatives.*incomplete=keep"):
-        mine(rules(data=data, out=str(tmp_path/"out"), model="bm25", percentage=0, negatives=3, incomplete="drop", format=format))
+    with pytest.raises(ValueError, match=f"{tmp_path}/out/pairs/{file} would hold no row: none of the 2 rows of t got "
+                                         "more than 0 negatives, .*negatives=3; lower negatives.*incomplete=keep"):
+        mine(rules(data=data, out=str(tmp_path/"out"), model="bm25", percentage=0, negatives=3, incomplete="drop",
+                   format=format))
     assert not list((tmp_path/"out").rglob("pairs/*"))
-    with pytest.raises(ValueError, match=f"{tmp_path}/{file} would hold no row.*loosen"): write_pairs(tmp_path, "t", [], format)
+    with pytest.raises(ValueError, match=f"{tmp_path}/{file} would hold no row.*loosen"):
+        write_pairs(tmp_path, "t", [], format)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "t.jsonl"]
 
 
@@ -227,8 +260,10 @@ def tables(build, instructed):
     for _ in range(build(st.integers(1, 4))):
         positives, negatives = build(st.lists(TEXT, min_size=1, max_size=3)), build(st.lists(TEXT, max_size=3))
         scores = lambda texts: [float(np.float32(build(st.floats(-1, 1)))) for _ in texts]
-        scored = dict(positive_scores=scores(positives), negative_scores=scores(negatives)) if build(st.booleans()) else {}
-        rows.append(row(build(TEXT), *positives, negatives=negatives, instruction=build(said), document_instruction=build(said), **scored))
+        scored = dict(positive_scores=scores(positives),
+                      negative_scores=scores(negatives)) if build(st.booleans()) else {}
+        rows.append(row(build(TEXT), *positives, negatives=negatives, instruction=build(said),
+                        document_instruction=build(said), **scored))
     return rows
 
 
@@ -245,7 +280,8 @@ def test_what_is_written_is_read_back(format, data, tmp_path_factory):
 @given(data=st.data())
 def test_columns_are_read_back(data, tmp_path_factory):
     rows, folder = data.draw(tables(False)), tmp_path_factory.mktemp("rows")
-    flat = [each | dict(positives=[text], positive_scores=each["positive_scores"][k:k + 1]) for each in rows for k, text in enumerate(each["positives"])]
+    flat = [each | dict(positives=[text], positive_scores=each["positive_scores"][k:k + 1]) for each in rows
+            for k, text in enumerate(each["positives"])]
     if len({(len(each["negatives"]), bool(each["positive_scores"])) for each in rows}) > 1:
         with pytest.raises(ValueError, match="row [0-9]+ has"): write_pairs(folder, "t", rows, "columns")
         assert not list(folder.iterdir())
@@ -257,13 +293,15 @@ def test_columns_are_read_back(data, tmp_path_factory):
 # ---- filters ----
 
 @settings(deadline=None)
-@given(st.lists(st.floats(-1, 1), min_size=1, max_size=3), st.lists(st.floats(-1, 1), max_size=4), st.floats(-2, 2), st.floats(0, 2))
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=3), st.lists(st.floats(-1, 1), max_size=4), st.floats(-2, 2),
+       st.floats(0, 2))
 def test_what_the_margin_filter_keeps(positives, negatives, minimum, width):
     texts = row("q", *map(str, positives), negatives=[f"n{k}" for k in range(len(negatives))])
     scores, maximum = (positives, negatives), minimum + width
     whole, some = (filtered(texts, scores, minimum, maximum, each) for each in ("row", "negative"))
     assert (whole is not None) == (not negatives or minimum <= min(positives) - max(negatives) <= maximum)
-    assert some["negatives"] == [f"n{k}" for k, score in enumerate(negatives) if minimum <= min(positives) - score <= maximum]
+    assert some["negatives"] == [f"n{k}" for k, score in enumerate(negatives)
+                                 if minimum <= min(positives) - score <= maximum]
     assert all(minimum <= margin <= maximum for margin in margins((positives, some["negative_scores"])))
 
 
@@ -288,7 +326,8 @@ SENTENCE = st.lists(st.sampled_from(WORDS[:5]), min_size=1, max_size=14).map(" "
 @given(st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=20), st.sampled_from([0.3, 0.5, 0.8, 1.0]))
 def test_duplicates_are_those_of_the_slow_search(texts, threshold):
     near = lambda a, b: len(a & b)/len(a | b) >= threshold
-    sets = [tuple(set(runs_of(text, part).tolist()) for text, part in zip(pair, ("query", "positive"))) for pair in texts]
+    sets = [tuple(set(runs_of(text, part).tolist()) for text, part in zip(pair, ("query", "positive")))
+            for pair in texts]
     kept = []
     for n, (query, positive) in enumerate(sets):
         if not any(near(query, sets[k][0]) and near(positive, sets[k][1]) for k in kept): kept.append(n)
@@ -298,11 +337,13 @@ def test_duplicates_are_those_of_the_slow_search(texts, threshold):
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.lists(SENTENCE, min_size=1, max_size=12), st.lists(SENTENCE, min_size=1, max_size=12), st.sampled_from([0.3, 0.8, 1.0]))
+@given(st.lists(SENTENCE, min_size=1, max_size=12), st.lists(SENTENCE, min_size=1, max_size=12),
+       st.sampled_from([0.3, 0.8, 1.0]))
 def test_what_was_seen_is_what_the_slow_search_sees(tests, trains, threshold):
     watch = Watch([EvaluationSet("t", {str(n): text for n, text in enumerate(tests)}, {}, {})], threshold)
     for train in trains:
-        assert sorted(watch(train)) == sorted(("t", "queries", str(n)) for n, text in enumerate(tests) if seen_part(runs_of(text), runs_of(train)) >= threshold)
+        assert sorted(watch(train)) == sorted(("t", "queries", str(n)) for n, text in enumerate(tests)
+                                              if seen_part(runs_of(text), runs_of(train)) >= threshold)
 
 
 def test_a_passage_inside_a_longer_one_was_seen():
@@ -312,7 +353,12 @@ def test_a_passage_inside_a_longer_one_was_seen():
     assert not watch(passage[: len(passage)//2])
 
 
-@pytest.mark.parametrize("given, message", [(dict(against=["nowhere"]), "corpus.jsonl is missing"), (dict(remove="some"), "choose one of none"), (dict(threshold=-1), "threshold=-1"),
-                                            (dict(format="csv"), "choose one of anchor_nb"), (dict(out=""), "out is empty"), (dict(data="nowhere"), "neither a folder nor a file")])
+@pytest.mark.parametrize("given, message", [(dict(against=["nowhere"]), "corpus.jsonl is missing"),
+                                            (dict(remove="some"), "choose one of none"),
+                                            (dict(threshold=-1), "threshold=-1"),
+                                            (dict(format="csv"), "choose one of anchor_nb"),
+                                            (dict(out=""), "out is empty"), (dict(data="nowhere"), "neither a folder "
+                                                                                                   "nor a file")])
 def test_bad_input_of_deduplication(tmp_path, given, message):
-    with pytest.raises((ValueError, OSError), match=message): dedup_pairs(**dict(data=toy_pairs(), out=str(tmp_path/"out")) | given)
+    with pytest.raises((ValueError, OSError), match=message):
+        dedup_pairs(**dict(data=toy_pairs(), out=str(tmp_path/"out")) | given)

@@ -23,7 +23,8 @@ RULES = {
     "matryoshka": dict(matryoshka_dims=(2, 4), matryoshka_weights=(0.5, 2.0)),
     "margin_mse": dict(distillation="margin_mse", teacher_temperature=2.0),
     "kl": dict(distillation="kl", contrastive_weight=0.0),
-    "all": dict(both_directions=True, margin="absolute", margin_size=0.2, tau_plus=0.05, temperature=0.3, sigreg=0.1, sigreg_directions=8, matryoshka_dims=(4,), distillation="kl"),
+    "all": dict(both_directions=True, margin="absolute", margin_size=0.2, tau_plus=0.05, temperature=0.3, sigreg=0.1,
+                sigreg_directions=8, matryoshka_dims=(4,), distillation="kl"),
 }
 every_rule = pytest.mark.parametrize("name", RULES)
 HIDDEN, SEEN = 8, 6
@@ -42,7 +43,9 @@ def made(count: int, seed: int):
 
 def inputs(texts: list, width: int, kind: int) -> torch.Tensor:
     "What a text looks like to a linear model: a function of the text alone."
-    return torch.stack([torch.randn(width, dtype=torch.float64, generator=torch.Generator().manual_seed(hash((kind, *t.ids)) % 2**31)) for t in texts])
+    return torch.stack([torch.randn(width, dtype=torch.float64,
+                                    generator=torch.Generator().manual_seed(hash((kind, *t.ids)) % 2**31))
+                        for t in texts])
 
 
 def value(weight, examples, teacher, rules, most=0, **about):
@@ -52,7 +55,8 @@ def value(weight, examples, teacher, rules, most=0, **about):
     return contrastive_objective(inputs(batch.texts, SEEN, 0) @ weight, batch, rules)
 
 
-def start_weight(): return torch.randn(SEEN, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def start_weight():
+    return torch.randn(SEEN, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def results(shares, rank=0, ranks=1):
@@ -62,9 +66,11 @@ def results(shares, rank=0, ranks=1):
         for in_batch in (True, False):
             examples, teacher = shares[rank]
             weight = start_weight()
-            loss, facts = value(weight, examples, teacher, ContrastiveRules(**changes), most=max(len(s[0]) for s in shares), in_batch=in_batch)
+            loss, facts = value(weight, examples, teacher, ContrastiveRules(**changes),
+                                most=max(len(s[0]) for s in shares), in_batch=in_batch)
             loss.backward()
-            if not changes.get("mask_false_negatives", True): del facts["accuracy"] # between equal texts, the first is the best
+            # between equal texts, the first is the best
+            if not changes.get("mask_false_negatives", True): del facts["accuracy"]
             gradient, logged = weight.grad/ranks, torch.stack([fact.double() for fact in facts.values()])
             if ranks > 1: [torch.distributed.all_reduce(t) for t in (gradient, logged)]
             found[name, in_batch] = gradient, dict(zip(facts, logged.tolist()))
@@ -83,7 +89,8 @@ def test_ranks_change_nothing(tmp_path, sizes=(2, 2, 1)):
     "Uneven shares, uneven negatives, scores on some ranks only: loss, gradient and log are those of one process."
     examples, teacher = made(5, seed=1)
     examples = [(q, p, [examples[0][0]] + found[:1]) for q, p, found in examples]
-    teacher = [[float(n), 1.0, -float(n)][:1 + len(e[2])] if n in (0, 2, 3) else [] for n, e in enumerate(examples)] # one on the first rank, two on the second, none on the last
+    # one on the first rank, two on the second, none on the last
+    teacher = [[float(n), 1.0, -float(n)][:1 + len(e[2])] if n in (0, 2, 3) else [] for n, e in enumerate(examples)]
     ends = [sum(sizes[:k + 1]) for k in range(len(sizes))]
     shares = [(examples[end - size:end], teacher[end - size:end]) for size, end in zip(sizes, ends)]
     torch.multiprocessing.spawn(worker, (len(sizes), shares, tmp_path), len(sizes))
@@ -107,9 +114,12 @@ def test_order_padding_and_lengths_change_nothing(name, count, seed, in_batch):
     loss, facts = value(weight, examples, teacher, rules, in_batch=in_batch)
     assert loss.isfinite()
     order = random.Random(seed).sample(range(count), count)
-    again, others = value(7*weight, [examples[n] for n in order], [teacher[n] for n in order], rules, most=count + 3, in_batch=in_batch)
-    if not rules.mask_false_negatives: others["accuracy"] = facts["accuracy"] # between equal texts, the first is the best
-    assert {k: v.item() for k, v in others.items()} == pytest.approx({k: v.item() for k, v in facts.items()}, rel=1e-9, abs=1e-9)
+    again, others = value(7*weight, [examples[n] for n in order], [teacher[n] for n in order], rules, most=count + 3,
+                          in_batch=in_batch)
+    # between equal texts, the first is the best
+    if not rules.mask_false_negatives: others["accuracy"] = facts["accuracy"]
+    assert {k: v.item() for k, v in others.items()} == pytest.approx({k: v.item() for k, v in facts.items()}, rel=1e-9,
+                                                                     abs=1e-9)
     assert again.item() == pytest.approx(loss.item(), rel=1e-9, abs=1e-9)
 
 
@@ -118,8 +128,10 @@ def test_order_padding_and_lengths_change_nothing(name, count, seed, in_batch):
 def test_variants_that_must_be_the_plain_loss(count, seed, in_batch):
     "A margin beyond all cosines, sizes of no weight, a teacher and a regulariser of no weight."
     examples, teacher = made(count, seed)
-    value_of = lambda **rules: value(start_weight().detach(), examples, teacher, ContrastiveRules(**rules), in_batch=in_batch)[0].item()
-    for rules in (dict(margin="absolute", margin_size=-2.1), dict(matryoshka_dims=(2,), matryoshka_weights=(0.0,)), dict(distillation="kl", distillation_weight=0.0), dict(sigreg=0.0)):
+    value_of = lambda **rules: value(start_weight().detach(), examples, teacher, ContrastiveRules(**rules),
+                                     in_batch=in_batch)[0].item()
+    for rules in (dict(margin="absolute", margin_size=-2.1), dict(matryoshka_dims=(2,), matryoshka_weights=(0.0,)),
+                  dict(distillation="kl", distillation_weight=0.0), dict(sigreg=0.0)):
         assert value_of(**rules) == pytest.approx(value_of(), rel=1e-9, abs=1e-9), rules
 
 
@@ -128,20 +140,24 @@ def test_variants_that_must_be_the_plain_loss(count, seed, in_batch):
 def test_a_wider_margin_masks_more_and_never_the_positive(count, seed, size):
     "The loss can only fall, the count only grow, and with everything masked there is nothing to learn."
     examples, _ = made(count, seed)
-    found = [value(start_weight().detach(), examples, None, ContrastiveRules(margin="absolute", margin_size=s, mask_false_negatives=False)) for s in (size, size + 0.3, 2.1)]
+    found = [value(start_weight().detach(), examples, None, ContrastiveRules(margin="absolute", margin_size=s,
+                                                                             mask_false_negatives=False))
+             for s in (size, size + 0.3, 2.1)]
     losses, counts = [loss.item() for loss, _ in found], [facts["too_close"].item() for _, facts in found]
     assert losses == sorted(losses, reverse=True) and counts == sorted(counts)
     assert losses[-1] == 0 and found[-1][1]["accuracy"].item() == 1
 
 
 @settings(deadline=None, max_examples=25)
-@given(count=st.integers(2, 7), seed=st.integers(0, 10**6), tau_plus=st.floats(0, 0.5), temperature=st.sampled_from([0.005, 0.05, 1.0]))
+@given(count=st.integers(2, 7), seed=st.integers(0, 10**6), tau_plus=st.floats(0, 0.5),
+       temperature=st.sampled_from([0.005, 0.05, 1.0]))
 def test_debiased_is_finite_and_bounded_below(count, seed, tau_plus, temperature):
     "In single precision at any temperature, whatever share is taken out."
     examples, _ = made(count, seed)
     weight = start_weight().detach().float().requires_grad_()
     batch = contrastive_batch(examples, 2)
-    loss, facts = contrastive_objective(inputs(batch.texts, SEEN, 0).float() @ weight, batch, ContrastiveRules(tau_plus=tau_plus, temperature=temperature))
+    loss, facts = contrastive_objective(inputs(batch.texts, SEEN, 0).float() @ weight, batch,
+                                        ContrastiveRules(tau_plus=tau_plus, temperature=temperature))
     loss.backward()
     assert loss.isfinite() and loss >= 0 and weight.grad.isfinite().all()
 
@@ -173,8 +189,10 @@ def test_training_is_the_same_in_pieces_and_on_ranks(scored, tmp_path):
     from anchor_nb.core.recipe import Stage2
     from anchor_nb.training.trainer import train
     from common import assert_same_trajectory, recipe, rows, run # here, so that the ranks above start fast
-    settings = dict(data=scored, precision="fp64", global_batch=9, steps=4, negatives=2, both_directions=True, margin="relative", margin_size=0.05, guide="tiny", tau_plus=0.01,
-                    sigreg=0.5, sigreg_directions=16, matryoshka_dims=[8, 16], matryoshka_weights=[0.5, 1], distillation="margin_mse", distillation_weight=0.01, teacher_temperature=1.0)
+    settings = dict(data=scored, precision="fp64", global_batch=9, steps=4, negatives=2, both_directions=True,
+                    margin="relative", margin_size=0.05, guide="tiny", tau_plus=0.01,
+                    sigreg=0.5, sigreg_directions=16, matryoshka_dims=[8, 16], matryoshka_weights=[0.5, 1],
+                    distillation="margin_mse", distillation_weight=0.01, teacher_temperature=1.0)
     train(recipe(Stage2, tmp_path/"one", micro_tokens=10_000, **settings))
     run(recipe(Stage2, tmp_path/"two", processes=2, micro_tokens=90, **settings))
     one, two = rows(tmp_path/"one"), rows(tmp_path/"two")
@@ -195,7 +213,8 @@ def test_the_right_student_of_a_teacher_that_gives_cosines_has_nothing_to_learn(
     teacher = [[cosine(0, 1), cosine(0, 2)], [cosine(3, 4), cosine(3, 5)]]
     batch = contrastive_batch(examples, negatives=1, teacher=teacher)
     flat = right[:1].expand(6, 8) + 1e-9*right
-    losses = [contrastive_objective(student[order], batch, ContrastiveRules(distillation=name))[1]["loss_distillation"] for student in (right, flat)]
+    losses = [contrastive_objective(student[order], batch, ContrastiveRules(distillation=name))[1]["loss_distillation"]
+              for student in (right, flat)]
     assert losses[0] < 1e-8 < 0.1 < losses[1]
 
 
@@ -221,7 +240,12 @@ def test_a_dataset_without_in_batch_negatives(scored, tmp_path):
     from anchor_nb.core.recipe import Stage2
     from anchor_nb.training.trainer import train
     from common import recipe, rows
-    for out, names in (("own", ["toy"]), ("all", [])): train(recipe(Stage2, tmp_path/out, data=scored, steps=2, negatives=2, without_in_batch=names, distillation="kl", teacher_temperature=1.0, contrastive_weight=0.5))
+    for out, names in (("own", ["toy"]), ("all", [])):
+        train(recipe(Stage2, tmp_path/out, data=scored, steps=2, negatives=2, without_in_batch=names, distillation="kl",
+                     teacher_temperature=1.0, contrastive_weight=0.5))
     assert [[row["candidates"] for row in rows(tmp_path/out)] for out in ("own", "all")] == [[3, 3], [24, 24]]
-    with pytest.raises(ValueError, match="without_in_batch names unknown datasets toys"): train(recipe(Stage2, tmp_path/"x", data=scored, without_in_batch=["toys"]))
-    with pytest.raises(ValueError, match="needs a teacher's scores in the rows"): contrastive_objective(torch.randn(2, 4), contrastive_batch([(text(5), text(6), [])], 0), ContrastiveRules(distillation="kl"))
+    with pytest.raises(ValueError, match="without_in_batch names unknown datasets toys"):
+        train(recipe(Stage2, tmp_path/"x", data=scored, without_in_batch=["toys"]))
+    with pytest.raises(ValueError, match="needs a teacher's scores in the rows"):
+        contrastive_objective(torch.randn(2, 4), contrastive_batch([(text(5), text(6), [])], 0),
+                              ContrastiveRules(distillation="kl"))

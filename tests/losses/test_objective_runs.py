@@ -9,25 +9,30 @@ from common import recipe, rows, run
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_train_several_objectives_as_one_does(tmp_path):
     "Adapters, both ways, in double precision; the second run cuts finer too."
-    settings = dict(objectives=dict(mntp=1.0, anchor=0.5, ebar=0.2), bidirectional=True, lora_rank=4, pooling="content_mean", precision="fp64", steps=4)
+    settings = dict(objectives=dict(mntp=1.0, anchor=0.5, ebar=0.2), bidirectional=True, lora_rank=4,
+                    pooling="content_mean", precision="fp64", steps=4)
     train(recipe(Stage1, tmp_path/"one", micro_tokens=10_000, **settings))
     run(recipe(Stage1, tmp_path/"two", micro_tokens=150, processes=2, **settings))
-    for one, two in zip(rows(tmp_path/"one"), rows(tmp_path/"two"), strict=True): assert two == pytest.approx(one, rel=1e-5)
+    for one, two in zip(rows(tmp_path/"one"), rows(tmp_path/"two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
 
 
 def test_cached_gradients_and_pieces_in_one_step_of_two_processes(tmp_path):
     "SimCSE does not reach the head, so it goes before anchor; `finish` compares the ranks' weights."
-    run(recipe(Stage1, tmp_path/"run", objectives=dict(anchor=1.0, simcse=0.5), attention_dropout=0.3, processes=2, micro_tokens=150, steps=3))
+    run(recipe(Stage1, tmp_path/"run", objectives=dict(anchor=1.0, simcse=0.5), attention_dropout=0.3, processes=2,
+               micro_tokens=150, steps=3))
     assert all(0 < row["loss_simcse"] < 5 for row in rows(tmp_path/"run"))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_interrupted_run_draws_the_masks_and_the_noise_of_a_whole_one(tmp_path, monkeypatch):
-    settings = dict(objectives=dict(mntp=1.0, simcse=0.5), bidirectional=True, attention_dropout=0.3, save_steps=2, steps=5)
+    settings = dict(objectives=dict(mntp=1.0, simcse=0.5), bidirectional=True, attention_dropout=0.3, save_steps=2,
+                    steps=5)
     train(recipe(Stage1, tmp_path/"whole", **settings))
     original = AnchorTrainer.training_step
     def stop(self, *args, **kwargs):
-        if self.state.global_step == 3: raise InterruptedError
+        if self.state.global_step == 3:
+            raise InterruptedError
         return original(self, *args, **kwargs)
     with monkeypatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(AnchorTrainer, "training_step", stop)
@@ -41,7 +46,9 @@ def test_the_controls_train_on_the_same_texts_and_differ_where_they_should(tmp_p
     arms = dict(own={}, strangers=dict(pairing="strangers"), language=dict(objectives={"lm": 1.0}))
     for name, settings in arms.items(): train(recipe(Stage1, tmp_path/name, steps=2, **settings))
     own, strangers, language = [rows(tmp_path/name) for name in arms]
-    assert [row["target_tokens_d2q"] for row in own] == [row["target_tokens_d2q"] for row in strangers] == [row["target_tokens_queries"] for row in language]
+    assert [row["target_tokens_d2q"] for row in own] == [row["target_tokens_d2q"]
+                                                         for row in strangers] == [row["target_tokens_queries"]
+                                                                                   for row in language]
     assert [row["target_tokens_q2d"] for row in own] == [row["target_tokens_documents"] for row in language]
     assert own[0]["loss_q2d"] != strangers[0]["loss_q2d"] != language[0]["loss_documents"]
     assert all(mine["tokens"] > theirs["tokens"] for mine, theirs in zip(own, language))

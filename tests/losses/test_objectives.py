@@ -28,7 +28,8 @@ def lm(causal=False):
     "A tiny Llama in double precision; evaluating, so that its dropout is told to SimCSE and not done."
     torch.manual_seed(0)
     register_attention()
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, is_causal=causal)
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, is_causal=causal)
     model = LlamaForCausalLM(config).double().eval()
     model.set_attn_implementation("packed_sdpa")
     set_attention_dropout(model, 0.1)
@@ -36,9 +37,12 @@ def lm(causal=False):
 
 
 def make(names, weights, batch):
-    makers = dict(anchor=lambda: Anchor(EOS, chunk=7), ebae=lambda: Bags("ebae", "mean", chunk=2), ebar=lambda: Bags("ebar"), mntp=lambda: MaskedPrediction(MASK, VOCABULARY, chunk=3),
-                  llara=lambda: Llara([10], [11, 12, 13, 14], [11, 15, 13, 14], positions=2), simcse=lambda: SimCSE(batch))
-    return sorted([(name, makers[name](), weight) for name, weight in zip(names, weights)], key=lambda one: not one[1].coupled)
+    makers = dict(anchor=lambda: Anchor(EOS, chunk=7), ebae=lambda: Bags("ebae", "mean", chunk=2),
+                  ebar=lambda: Bags("ebar"), mntp=lambda: MaskedPrediction(MASK, VOCABULARY, chunk=3),
+                  llara=lambda: Llara([10], [11, 12, 13, 14], [11, 15, 13, 14], positions=2),
+                  simcse=lambda: SimCSE(batch))
+    return sorted([(name, makers[name](), weight) for name, weight in zip(names, weights)],
+                  key=lambda one: not one[1].coupled)
 
 
 @st.composite
@@ -55,26 +59,30 @@ def step(objectives, pairs, budget=10_000, causal=False, cut=None, number=3):
     "Facts and gradient of a step."
     module = Objectives(lm(causal), objectives)
     cut = cut or (lambda lengths: (cut_by_tokens(lengths, budget), 0))
-    facts = run_objectives(module, objectives, prepare_all(objectives, pairs, number), cut, lambda loss: loss.backward(), lambda last: nullcontext(), torch.device("cpu"))
+    facts = run_objectives(module, objectives, prepare_all(objectives, pairs, number), cut,
+                           lambda loss: loss.backward(), lambda last: nullcontext(), torch.device("cpu"))
     return facts, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
 def assert_same(one, other):
     (facts, gradient), (again, found) = one, other
     assert facts["loss"] == pytest.approx(again["loss"], rel=1e-9)
-    assert {k: v for k, v in facts.items() if k != "largest"} == pytest.approx({k: v for k, v in again.items() if k != "largest"}, rel=1e-9)
+    assert {k: v for k, v in facts.items() if k != "largest"} == pytest.approx({k: v for k, v in again.items()
+                                                                                if k != "largest"}, rel=1e-9)
     assert (found - gradient).norm() <= 1e-6*gradient.norm() # Llama's norms compute in fp32
 
 
 @settings(max_examples=12, deadline=None)
-@given(batches, st.lists(st.sampled_from(BOTH_WAYS), min_size=1, max_size=3, unique=True), st.integers(1, 60), st.randoms(use_true_random=False))
+@given(batches, st.lists(st.sampled_from(BOTH_WAYS), min_size=1, max_size=3, unique=True), st.integers(1, 60),
+       st.randoms(use_true_random=False))
 def test_neither_cut_nor_order_of_a_step_matters(pairs, names, budget, random):
     objectives = make(names, [0.5, 1.0, 2.0], len(pairs))
     mixed = random.sample(pairs, len(pairs))
     assert_same(step(objectives, pairs), step(objectives, mixed, budget))
 
 
-@pytest.mark.parametrize("objective, lost", [(Anchor, {0.0: "q2d", 1.0: "d2q"}), (LanguageModelling, {0.0: "documents", 1.0: "queries"})])
+@pytest.mark.parametrize("objective, lost", [(Anchor, {0.0: "q2d", 1.0: "d2q"}),
+                                             (LanguageModelling, {0.0: "documents", 1.0: "queries"})])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @settings(max_examples=6, deadline=None)
 @given(pairs=batches, budget=st.integers(1, 60))
@@ -111,7 +119,8 @@ def test_masks_hide_content_only_and_something_always(text, seed, number, fracti
 
 
 def test_texts_of_one_length_are_masked_differently():
-    places = {tuple(mask_text(text, generator_of(0, 0, text.ids), MASK, VOCABULARY).places) for n in range(16, 26) for text in [Tokens([2, *[n]*30, EOS], 1, 31)]}
+    places = {tuple(mask_text(text, generator_of(0, 0, text.ids), MASK, VOCABULARY).places) for n in range(16, 26)
+              for text in [Tokens([2, *[n]*30, EOS], 1, 31)]}
     assert len(places) == 10
 
 
@@ -125,20 +134,24 @@ def test_masked_prediction_is_the_shifted_loss_of_transformers():
     labels = torch.full((1, len(item.ids)), -100)
     labels[0, item.places] = torch.tensor(item.targets)
     model.set_attn_implementation("sdpa")
-    assert share.item() == pytest.approx(model(torch.tensor([item.ids]), labels=labels, use_cache=False).loss.item(), rel=1e-6)
+    assert share.item() == pytest.approx(model(torch.tensor([item.ids]), labels=labels, use_cache=False).loss.item(),
+                                         rel=1e-6)
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=9, unique=True), min_size=1, max_size=7), st.integers(1, 3), st.integers(1, 9))
+@given(st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=9, unique=True), min_size=1, max_size=7),
+       st.integers(1, 3), st.integers(1, 9))
 def test_bag_loss_is_cross_entropy_with_soft_targets(bags, positions, chunk):
     torch.manual_seed(len(bags))
     states, weight = torch.randn(len(bags), positions, 4, dtype=torch.float64), torch.randn(20, 4, dtype=torch.float64)
-    soft = torch.stack([torch.zeros(20, dtype=torch.float64).index_fill(0, torch.tensor(bag), 1/len(bag)) for bag in bags])
+    soft = torch.stack([torch.zeros(20, dtype=torch.float64).index_fill(0, torch.tensor(bag), 1/len(bag))
+                        for bag in bags])
     expected = torch.nn.functional.cross_entropy((states @ weight.T).amax(1), soft, reduction="none")
     torch.testing.assert_close(bag_loss(states, weight, padded(bags), chunk), expected)
 
 
-PAIRS = [(Tokens([2, 3, *range(20, 20 + n), EOS], 2, 2 + n), Tokens([2, 3, *range(30, 30 + 3*n), EOS], 2, 2 + 3*n)) for n in (1, 5, 2, 7, 3)]
+PAIRS = [(Tokens([2, 3, *range(20, 20 + n), EOS], 2, 2 + n), Tokens([2, 3, *range(30, 30 + 3*n), EOS], 2, 2 + 3*n))
+         for n in (1, 5, 2, 7, 3)]
 
 
 def same_pieces(lengths, budget=25):
@@ -155,7 +168,8 @@ def on_rank(rank, names, file, out):
     for causal, some in ((True, ["llara"]), (False, names), *[(False, [name]) for name in names]):
         middle = 3 if "simcse" in some else 4 # its ranks differ by one text at most
         shares = PAIRS[:middle], PAIRS[middle:]
-        facts, gradient = step(make(some, [0.5, 1, 2, 1, 0.5], len(PAIRS)), shares[rank], cut=same_pieces, causal=causal)
+        facts, gradient = step(make(some, [0.5, 1, 2, 1, 0.5], len(PAIRS)), shares[rank], cut=same_pieces,
+                               causal=causal)
         distributed.all_reduce(gradient)
         facts["tokens"] = int(all_reduce(torch.tensor(facts["tokens"])))
         torch.save((facts, gradient/world()[1]), f"{out}-{rank}-{'-'.join(some)}")
@@ -165,7 +179,8 @@ def on_rank(rank, names, file, out):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are forked")
 def test_two_ranks_with_unequal_shares_are_one(tmp_path):
     "Four and one of five pairs, or three and two; one rank runs pieces for nothing."
-    multiprocessing.start_processes(on_rank, (BOTH_WAYS, str(tmp_path/"meet"), str(tmp_path/"found")), nprocs=2, start_method="fork") # all is imported already
+    multiprocessing.start_processes(on_rank, (BOTH_WAYS, str(tmp_path/"meet"), str(tmp_path/"found")), nprocs=2,
+                                    start_method="fork") # all is imported already
     for some in (["llara"], BOTH_WAYS, *[[name] for name in BOTH_WAYS]):
         expected = step(make(some, [0.5, 1, 2, 1, 0.5], len(PAIRS)), PAIRS, causal="llara" in some)
         for rank in (0, 1): assert_same(expected, torch.load(f"{tmp_path/'found'}-{rank}-{'-'.join(some)}"))
@@ -179,14 +194,18 @@ def test_bfloat16_autocast_is_close():
         facts = {}
         for autocast in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                facts[autocast] = run_objectives(module, objectives, prepare_all(objectives, PAIRS, 0), same_pieces, lambda loss: loss.backward(), lambda last: nullcontext(), torch.device("cpu"))
+                facts[autocast] = run_objectives(module, objectives, prepare_all(objectives, PAIRS, 0), same_pieces,
+                                                 lambda loss: loss.backward(), lambda last: nullcontext(),
+                                                 torch.device("cpu"))
         assert facts[True] == pytest.approx(facts[False], rel=0.05)
         assert all(torch.isfinite(p.grad).all() for p in module.parameters())
 
 
 def test_an_objective_that_does_not_fit_its_model_is_refused():
-    with pytest.raises(ValueError, match="mntp needs bidirectional=true"): Objectives(lm(causal=True), make(["mntp"], [1.0], 1))
-    with pytest.raises(ValueError, match="llara .* needs bidirectional=false"): Objectives(lm(), make(["llara"], [1.0], 1))
+    with pytest.raises(ValueError, match="mntp needs bidirectional=true"):
+        Objectives(lm(causal=True), make(["mntp"], [1.0], 1))
+    with pytest.raises(ValueError, match="llara .* needs bidirectional=false"):
+        Objectives(lm(), make(["llara"], [1.0], 1))
     quiet = lm()
     set_attention_dropout(quiet, 0.0)
     with pytest.raises(ValueError, match="set attention_dropout=0.3"): Objectives(quiet, make(["simcse"], [1.0], 1))

@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anchor_nb.models.attention import register_attention
-from anchor_nb.models.backbone import add_lora, check_attention, checkpoint_activations, load_backbone, run_packed, trunk_of, what_it_sees
+from anchor_nb.models.backbone import (add_lora, check_attention, checkpoint_activations, load_backbone, run_packed,
+                                       trunk_of, what_it_sees)
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.models.last_layer import shorten_last_layer
 from anchor_nb.models.packing import pack
@@ -15,7 +16,9 @@ from anchor_nb.models.pooling import POOLINGS, needs_last_only, pack_texts, pool
 from anchor_nb.data.prompts import Formatter, Tokens, fit_layout, load_formatter
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text")
-SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SIZES = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+             eos_token_id=2)
 texts = st.lists(st.lists(st.integers(3, 59), min_size=1, max_size=9), min_size=1, max_size=5)
 few = settings(max_examples=8, deadline=None)
 register_attention()
@@ -23,7 +26,8 @@ register_attention()
 
 def model_of(family, causal=True, implementation="packed_sdpa", **changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | changes), attn_implementation=implementation).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | changes),
+                                             attn_implementation=implementation).eval()
     model.config.is_causal = causal
     return model
 
@@ -38,7 +42,9 @@ def padded(model, sequences, side):
     fill = lambda text, with_: [with_]*(longest - len(text)) + text if side == "left" else text + [with_]*(longest - len(text))
     mask = torch.tensor([fill([1]*len(text), 0) for text in sequences])
     model.set_attn_implementation("sdpa")
-    try: states = model.base_model(torch.tensor([fill(text, 0) for text in sequences]), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0), use_cache=False).last_hidden_state
+    try:
+        states = model.base_model(torch.tensor([fill(text, 0) for text in sequences]), attention_mask=mask,
+                                  position_ids=(mask.cumsum(1) - 1).clamp(0), use_cache=False).last_hidden_state
     finally: model.set_attn_implementation("packed_sdpa")
     return states[mask.bool()]
 
@@ -50,7 +56,8 @@ def padded(model, sequences, side):
 def test_packed_is_padded_is_alone(family, causal, sequences, side):
     model = MODELS[family, causal]
     packed = run_packed(model.base_model, pack(sequences))
-    torch.testing.assert_close(packed, torch.cat([run_packed(model.base_model, pack([text])) for text in sequences]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(packed, torch.cat([run_packed(model.base_model, pack([text])) for text in sequences]),
+                               atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(packed, padded(model, sequences, side), atol=1e-4, rtol=1e-4)
 
 
@@ -65,7 +72,8 @@ def test_a_token_is_seen_where_it_may_be_seen_and_nowhere_else(family, causal, s
     changed = [list(sequence) for sequence in sequences]
     changed[text][place] = 3 + (changed[text][place] - 2) % 57
     before, after = [run_packed(model.base_model, pack(some)) for some in (sequences, changed)]
-    moved = [(one - other).abs().amax(1) > 1e-4 for one, other in zip(before.split(list(map(len, sequences))), after.split(list(map(len, sequences))))]
+    moved = [(one - other).abs().amax(1) > 1e-4 for one, other in zip(before.split(list(map(len, sequences))),
+                                                                      after.split(list(map(len, sequences))))]
     for number, states in enumerate(moved):
         if number != text: assert not states.any()
     assert not (causal and moved[text][:place].any())
@@ -96,7 +104,8 @@ def test_the_short_last_layer_looks_both_ways_too(family, causal):
     model, packed = model_of(family, causal), pack([[3, 4, 5, 6], [7, 8], [9]])
     full = run_packed(model.base_model, packed)[packed.last].detach()
     shorten_last_layer(model)
-    torch.testing.assert_close(run_packed(model.base_model, packed, only_last=True).detach(), full, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(run_packed(model.base_model, packed, only_last=True).detach(), full, atol=1e-5,
+                               rtol=1e-4)
 
 
 # ---- at load ----
@@ -113,8 +122,11 @@ def test_loading_says_which_way(tmp_path):
 @pytest.mark.parametrize("family", ["bloom", "mamba", "gptj"])
 def test_a_model_with_attention_of_its_own_is_refused(tmp_path, family):
     sizes = {name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **dict(rotary_dim=4) if family == "gptj" else {})).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="brings attention of its own, which can neither keep texts of a packed row apart nor look both ways"): load_backbone(str(tmp_path))
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **dict(rotary_dim=4) if family == "gptj"
+                                                          else {})).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="brings attention of its own, which can neither keep texts of a packed row "
+                                         "apart nor look both ways"):
+        load_backbone(str(tmp_path))
 
 
 def test_a_recurrent_model_is_refused(tmp_path):
@@ -133,8 +145,11 @@ def test_loading_consumes_no_randomness():
 
 # ---- poolings ----
 
-formatted = st.lists(st.builds(lambda before, content, after, pooled: Tokens([1]*(before + content + after + pooled + 1), before, before + content, pooled),
-                               st.integers(0, 4), st.integers(0, 5), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=5)
+formatted = st.lists(st.builds(lambda before, content, after,
+                               pooled: Tokens([1]*(before + content + after + pooled + 1), before, before + content,
+                                              pooled),
+                               st.integers(0, 4), st.integers(0, 5), st.integers(0, 3), st.integers(1, 3)), min_size=1,
+                     max_size=5)
 
 
 @pytest.mark.parametrize("name", POOLINGS)
@@ -147,27 +162,32 @@ def test_a_pooling_is_a_mean_of_its_span_and_knows_its_text_alone(name, said, se
     for vector, text, own in zip(pooled, said, states):
         torch.testing.assert_close(pool_states(name, own, pack_texts([text]))[0], vector)
         inside = range(len(own))
-        if "content" in name or name in ("echo", "echo_mean"): inside = inside[text.start:text.stop] or inside[text.start:]
+        if "content" in name or name in ("echo", "echo_mean"):
+            inside = inside[text.start:text.stop] or inside[text.start:]
         if "rest" in name: inside = inside[text.start:]
         if name == "tokens": inside = inside[-1 - text.pooled:-1]
         if name == "first": inside = inside[:1]
         if needs_last_only(name): inside = inside[-1:]
         outside = own.clone()
         outside[[k for k in range(len(own)) if k not in inside]] = 9.0
-        torch.testing.assert_close(pool_states(name, outside, pack_texts([text]))[0], vector) # what is outside of the span does not count
-        weights = torch.arange(1, len(inside) + 1.0, dtype=own.dtype) if "weighted" in name else torch.ones(len(inside), dtype=own.dtype)
+        # what is outside of the span does not count
+        torch.testing.assert_close(pool_states(name, outside, pack_texts([text]))[0], vector)
+        weights = torch.arange(1, len(inside) + 1.0, dtype=own.dtype) if "weighted" in name else torch.ones(len(inside),
+                                                                                                            dtype=own.dtype)
         torch.testing.assert_close((own[list(inside)]*weights[:, None]).sum(0)/weights.sum(), vector)
 
 
 @settings(max_examples=25, deadline=None)
-@given(text=st.text(max_size=80), instruction=st.sampled_from(["", "find animals"]), count=st.integers(1, 4), pooling=st.sampled_from(["tokens", "echo_mean", "mean"]))
+@given(text=st.text(max_size=80), instruction=st.sampled_from(["", "find animals"]), count=st.integers(1, 4),
+       pooling=st.sampled_from(["tokens", "echo_mean", "mean"]))
 def test_added_tokens_and_copies_survive_any_text(text, instruction, count, pooling):
     formatter = FORMATTERS.setdefault((count, pooling), with_layout(count, pooling))
     tokens, = formatter([text], instruction)
     ids = formatter.tokenizer.convert_tokens_to_ids([f"<|pool_{n + 1}|>" for n in range(count)])
     assert tokens.ids[-1 - count:-1] == ids and tokens.pooled == count and len(tokens.ids) <= 64
     assert set(tokens.content).isdisjoint(ids)
-    if pooling == "echo_mean" and tokens.content: assert "".join(map(chr, tokens.ids)).count("".join(map(chr, tokens.content))) >= 2
+    if pooling == "echo_mean" and tokens.content:
+        assert "".join(map(chr, tokens.ids)).count("".join(map(chr, tokens.content))) >= 2
 
 
 FORMATTERS = {}

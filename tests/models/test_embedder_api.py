@@ -35,15 +35,19 @@ def same(found, expected, tolerance=1e-5):
 # ---- all ways of saying the same ----
 
 def test_forms_of_a_prompt(embedder):
-    for prompt, ways in {"compare these:\n": [dict(prompt_name="sts"), dict(instruction="sts"), dict(prompt_name="sts", role="query"), dict(instruction=["sts"]*5)],
-                         "question: ": [dict(prompt_name="query"), dict(role="query"), dict(instruction=[""]*5, role="query")], "": [dict(), dict(role="document"), dict(prompt_name="document")]}.items():
+    for prompt, ways in {"compare these:\n": [dict(prompt_name="sts"), dict(instruction="sts"),
+                                              dict(prompt_name="sts", role="query"), dict(instruction=["sts"]*5)],
+                         "question: ": [dict(prompt_name="query"), dict(role="query"),
+                                        dict(instruction=[""]*5, role="query")], "": [dict(), dict(role="document"),
+                                                                                      dict(prompt_name="document")]}.items():
         for way in ways: same(embedder.encode(TEXTS, **way), embedder.encode(TEXTS, prompt=prompt))
     same(embedder.encode_query(TEXTS), embedder.encode(TEXTS, prompt="question: "))
     same(embedder.encode_query(TEXTS, "sts"), embedder.encode_query(TEXTS, prompt_name="sts"))
     same(embedder.encode_query(TEXTS, prompt="so: "), embedder.encode(TEXTS, prompt="so: "))
     same(embedder.encode_document(TEXTS), embedder.encode(TEXTS))
     mixed = embedder.encode(TEXTS[:3], ["sts", "find animals", ""], role="query")
-    for k, way in enumerate([dict(prompt_name="sts"), dict(instruction="find animals"), dict(prompt_name="query")]): same(mixed[k], embedder.encode(TEXTS[k], **way))
+    for k, way in enumerate([dict(prompt_name="sts"), dict(instruction="find animals"), dict(prompt_name="query")]):
+        same(mixed[k], embedder.encode(TEXTS[k], **way))
 
 
 def test_an_instruction_is_written_by_the_formatter_and_a_prompt_is_not(embedder):
@@ -57,18 +61,24 @@ def test_an_instruction_is_written_by_the_formatter_and_a_prompt_is_not(embedder
 
 def test_options_are_declared_once(embedder):
     "What an IDE shows for `encode_query` is what `encode` takes."
-    named = {name: about for name, about in inspect.signature(TextEncoder.encode, eval_str=True).parameters.items() if about.kind is about.KEYWORD_ONLY}
+    named = {name: about for name, about in inspect.signature(TextEncoder.encode, eval_str=True).parameters.items()
+             if about.kind is about.KEYWORD_ONLY}
     assert {name: about.annotation for name, about in named.items() if name != "role"} == Options.__annotations__
     assert all(about.annotation is not about.empty for about in named.values())
     for name in Options.__annotations__: # each is taken by all three
-        value = {"prompt": "so: ", "prompt_name": "sts", "precision": "binary", "device": "cpu", "batch_size": 2, "truncate_dim": 8}.get(name, False)
-        for call in (embedder.encode, embedder.encode_query, embedder.encode_document): assert len(call(TEXTS, **{name: value})) == 5
+        value = {"prompt": "so: ", "prompt_name": "sts", "precision": "binary", "device": "cpu", "batch_size": 2,
+                 "truncate_dim": 8}.get(name, False)
+        for call in (embedder.encode, embedder.encode_query, embedder.encode_document):
+            assert len(call(TEXTS, **{name: value})) == 5
     with pytest.raises(TypeError, match="output_value"): embedder.encode_query(TEXTS, output_value="token_embeddings")
 
 
 # ---- any text ----
 
-letters = st.text(st.characters(), max_size=40) | st.text(max_size=40) | st.sampled_from(["", " \n\t", "\x00", "half \ud83d", "\udc00\ud83d", "<|im_end|>", "word " * 500, "e\u0301\u200b\u202e"])
+letters = st.text(st.characters(), max_size=40) | st.text(max_size=40) | st.sampled_from(["", " \n\t", "\x00",
+                                                                                          "half \ud83d", "\udc00\ud83d",
+                                                                                          "<|im_end|>", "word " * 500,
+                                                                                          "e\u0301\u200b\u202e"])
 
 
 @few
@@ -92,18 +102,28 @@ def test_texts_of_other_libraries(embedder):
     import datasets
     import pandas
     column = datasets.Dataset.from_dict(dict(text=TEXTS))["text"]
-    for texts in (tuple(TEXTS), np.array(TEXTS), pandas.Series(TEXTS, index=list("vwxyz")), column, (text for text in TEXTS)): same(embedder.encode(texts), embedder.encode(TEXTS))
+    for texts in (tuple(TEXTS), np.array(TEXTS), pandas.Series(TEXTS, index=list("vwxyz")), column,
+                  (text for text in TEXTS)):
+        same(embedder.encode(texts), embedder.encode(TEXTS))
     assert as_texts(np.str_("a")) == ["a"]
-    with pytest.raises(ValueError, match="text 1 is float, not a string"): embedder.encode(pandas.Series(["a", float("nan")]))
+    with pytest.raises(ValueError, match="text 1 is float, not a string"):
+        embedder.encode(pandas.Series(["a", float("nan")]))
 
 
 @pytest.mark.parametrize("how, message", [
-    (dict(prompt_name="stsb"), r"prompt_name='stsb'; the prompts of this checkpoint are \['document', 'query', 'sts'\]"), (dict(prompt="a", prompt_name="sts"), "prompt_name and prompt both say"),
-    (dict(instruction="a", prompt="b"), "instruction and prompt both say"), (dict(instruction=["a"]), "1 instructions for 5 texts"), (dict(batch_size=0), "batch_size=0; give 1 or more"),
-    (dict(precision="float16"), "precision='float16'; choose one of float32"), (dict(truncate_dim=65), "truncate_dim=65; the model's vectors have 64"), (dict(truncate_dim=-1), "truncate_dim=-1"),
+    (dict(prompt_name="stsb"), r"prompt_name='stsb'; the prompts of this checkpoint are \['document', 'query', "
+                               r"'sts'\]"), (dict(prompt="a", prompt_name="sts"), "prompt_name and prompt both say"),
+    (dict(instruction="a", prompt="b"), "instruction and prompt both say"), (dict(instruction=["a"]),
+                                                                             "1 instructions for 5 texts"),
+    (dict(batch_size=0), "batch_size=0; give 1 or more"),
+    (dict(precision="float16"), "precision='float16'; choose one of float32"),
+    (dict(truncate_dim=65), "truncate_dim=65; the model's vectors have 64"), (dict(truncate_dim=-1), "truncate_dim=-1"),
     (dict(role="passage"), "role='passage'; choose query, document"), (dict(device=[]), "device is an empty list"),
-    (dict(truncate_dim="8"), "truncate_dim='8' is str; give a whole number"), (dict(truncate_dim=8.0), "truncate_dim=8.0 is float"), (dict(batch_size="2"), "batch_size='2' is str"),
-    (dict(instruction=5), "instruction=5 is int; give a string"), (dict(instruction=[""]*4 + [5]), "instruction 4 is 5, not a string"), (dict(prompt=5), "prompt=5 is int")])
+    (dict(truncate_dim="8"), "truncate_dim='8' is str; give a whole number"),
+    (dict(truncate_dim=8.0), "truncate_dim=8.0 is float"), (dict(batch_size="2"), "batch_size='2' is str"),
+    (dict(instruction=5), "instruction=5 is int; give a string"), (dict(instruction=[""]*4 + [5]), "instruction 4 is "
+                                                                                                   "5, not a string"),
+    (dict(prompt=5), "prompt=5 is int")])
 def test_an_option_that_cannot_be_is_refused_before_work_is_spent(embedder, monkeypatch, how, message):
     monkeypatch.setattr("anchor_nb.models.embedder.encode_packed", lambda *_: pytest.fail("the model was called"))
     with pytest.raises(ValueError, match=message): embedder.encode(TEXTS, **how)
@@ -115,21 +135,32 @@ def test_what_is_plainly_meant_is_taken(embedder):
     same(embedder.encode(TEXTS, [None, "so", None, "", None]), embedder.encode(TEXTS, ["", "so", "", "", ""]))
     same(embedder.encode(TEXTS, np.array("so")), embedder.encode(TEXTS, "so"))
     same(embedder.encode(np.array("a cat sleeps")), embedder.encode("a cat sleeps"))
-    same(embedder.encode(TEXTS, truncate_dim=np.int64(8), batch_size=torch.tensor(2)), embedder.encode(TEXTS, truncate_dim=8))
+    same(embedder.encode(TEXTS, truncate_dim=np.int64(8), batch_size=torch.tensor(2)),
+         embedder.encode(TEXTS, truncate_dim=8))
     index = Index(embedder, TEXTS, truncate_dim=np.int64(8))
     assert index.search(np.array("x"), np.int64(2), None) == index.search("x", 2)
-    for backend in ("faiss", "torch"): assert search(index.vectors, index.vectors, np.int64(1), backend).scores.shape == (5, 1)
+    for backend in ("faiss", "torch"):
+        assert search(index.vectors, index.vectors, np.int64(1), backend).scores.shape == (5, 1)
     assert AnchorEmbedder.from_pretrained(Path("tiny"), max_length=np.int64(64)).max_seq_length == 64
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda e: e.encode(np.array(5)), "texts is int; give a string"), (lambda e: search([[1.0, np.nan]], [[1.0, 0.0]]), "query 0 of queries has a number that is not finite"),
-    (lambda e: search([[1.0, 0.0]], [[1.0, np.nan]]), "the corpus has a vector that is not finite"), (lambda e: search([[1.0]], [[1.0]], k="2"), "k='2' is str; give a whole number"),
-    (lambda e: search(None, [[1.0]]), "queries cannot be read as vectors"), (lambda e: search([[1.0]], [[1.0], [1.0, 2.0]]), "corpus cannot be read as vectors .* of one length"),
-    (lambda e: Index(e, {1: "a", "1": "b"}), "documents has the id '1' twice, since ids are kept as strings; give ids that differ"), (lambda e: Index(e, ["a"]*64, np.ones(64)), "vectors have 1 dimensions; give"),
-    (lambda e: e.similarity(np.ones((1, 3)), np.ones((1, 4))), "vectors of 3 and of 4 numbers have no cosine"), (lambda e: AnchorEmbedder.from_pretrained("tiny", max_length="64"), "max_length='64' is str"),
-    (lambda e: AnchorEmbedder.from_pretrained("tiny", bidirectional="yes"), "bidirectional='yes'; give True, False"), (lambda e: AnchorEmbedder.from_pretrained("tiny", micro_tokens=-1), "micro_tokens=-1; give"),
-    (lambda e: replace(e.formatter.layout, truncation="foo"), "truncation='foo'; choose keep_eos"), (lambda e: load_for_export("tiny", "foo"), "truncation='foo'; choose keep_eos")])
+    (lambda e: e.encode(np.array(5)), "texts is int; give a string"), (lambda e: search([[1.0, np.nan]], [[1.0, 0.0]]),
+                                                                       "query 0 of queries has a number that is not "
+                                                                       "finite"),
+    (lambda e: search([[1.0, 0.0]], [[1.0, np.nan]]), "the corpus has a vector that is not finite"),
+    (lambda e: search([[1.0]], [[1.0]], k="2"), "k='2' is str; give a whole number"),
+    (lambda e: search(None, [[1.0]]), "queries cannot be read as vectors"),
+    (lambda e: search([[1.0]], [[1.0], [1.0, 2.0]]), "corpus cannot be read as vectors .* of one length"),
+    (lambda e: Index(e, {1: "a", "1": "b"}), "documents has the id '1' twice, since ids are kept as strings; give ids "
+                                             "that differ"), (lambda e: Index(e, ["a"]*64, np.ones(64)),
+                                                              "vectors have 1 dimensions; give"),
+    (lambda e: e.similarity(np.ones((1, 3)), np.ones((1, 4))), "vectors of 3 and of 4 numbers have no cosine"),
+    (lambda e: AnchorEmbedder.from_pretrained("tiny", max_length="64"), "max_length='64' is str"),
+    (lambda e: AnchorEmbedder.from_pretrained("tiny", bidirectional="yes"), "bidirectional='yes'; give True, False"),
+    (lambda e: AnchorEmbedder.from_pretrained("tiny", micro_tokens=-1), "micro_tokens=-1; give"),
+    (lambda e: replace(e.formatter.layout, truncation="foo"), "truncation='foo'; choose keep_eos"),
+    (lambda e: load_for_export("tiny", "foo"), "truncation='foo'; choose keep_eos")])
 def test_what_cannot_be_is_named(embedder, call, message):
     with pytest.raises(ValueError, match=message): call(embedder)
 
@@ -141,15 +172,20 @@ def test_the_result_has_the_type_that_sentence_transformers_gives():
     from sentence_transformers import SentenceTransformer
     ours, theirs = AnchorEmbedder.from_pretrained("minilm"), SentenceTransformer(resolve_model("minilm"), device="cpu")
     for texts in (TEXTS[:2], TEXTS[0]):
-        for how in (dict(), dict(convert_to_tensor=True), dict(convert_to_numpy=False), dict(precision="binary"), dict(precision="ubinary", convert_to_tensor=True), dict(truncate_dim=32, normalize_embeddings=True)):
+        for how in (dict(), dict(convert_to_tensor=True), dict(convert_to_numpy=False), dict(precision="binary"),
+                    dict(precision="ubinary", convert_to_tensor=True),
+                    dict(truncate_dim=32, normalize_embeddings=True)):
             one, other = ours.encode(texts, **how), theirs.encode(texts, **how)
             assert type(one) is type(other) and len(one) == len(other)
             for mine, its in zip(one, other) if isinstance(one, list) else [(one, other)]:
                 assert (mine.dtype, mine.shape) == (its.dtype, its.shape)
                 if how.get("precision") is None: same(mine, its)
-    same(ours.similarity(ours.encode(TEXTS), ours.encode(TEXTS[0])), theirs.similarity(theirs.encode(TEXTS), theirs.encode(TEXTS[0])))
-    same(ours.similarity_pairwise(ours.encode(TEXTS), 3*ours.encode(TEXTS[::-1])), theirs.similarity_pairwise(theirs.encode(TEXTS), theirs.encode(TEXTS[::-1])))
-    assert (ours.max_seq_length, ours.get_embedding_dimension(), ours.similarity_fn_name) == (theirs.max_seq_length, theirs.get_embedding_dimension(), theirs.similarity_fn_name)
+    same(ours.similarity(ours.encode(TEXTS), ours.encode(TEXTS[0])), theirs.similarity(theirs.encode(TEXTS),
+                                                                                       theirs.encode(TEXTS[0])))
+    same(ours.similarity_pairwise(ours.encode(TEXTS), 3*ours.encode(TEXTS[::-1])),
+         theirs.similarity_pairwise(theirs.encode(TEXTS), theirs.encode(TEXTS[::-1])))
+    assert (ours.max_seq_length, ours.get_embedding_dimension(), ours.similarity_fn_name) == (theirs.max_seq_length,
+                                                                                              theirs.get_embedding_dimension(), theirs.similarity_fn_name)
 
 
 def test_smaller_numbers_are_made_of_all_texts_of_a_call(embedder):
@@ -157,10 +193,12 @@ def test_smaller_numbers_are_made_of_all_texts_of_a_call(embedder):
     for precision in ("int8", "uint8", "binary"):
         raw = embedder.encode(TEXTS, truncate_dim=16)
         found = embedder.encode(TEXTS, truncate_dim=16, precision=precision)
-        assert np.array_equal(found, in_precision(raw, precision)) and found.dtype == (np.uint8 if precision == "uint8" else np.int8)
+        assert np.array_equal(found, in_precision(raw, precision)) and found.dtype == (np.uint8 if precision == "uint8"
+                                                                                       else np.int8)
         spread = embedder.encode(TEXTS, truncate_dim=16, precision=precision, device=["cpu", "cpu"]).astype(int)
         assert (abs(spread - found) <= 1).mean() > 0.9 # a rounding may fall on the other side of a step
-    assert embedder.encode([], precision="int8").shape == (0, 64) and embedder.encode([], precision="binary", convert_to_tensor=True).shape == (0, 8)
+    assert embedder.encode([], precision="int8").shape == (0, 64) and embedder.encode([], precision="binary",
+                                                                                      convert_to_tensor=True).shape == (0, 8)
     with pytest.raises(ValueError, match="one text does not show"): embedder.encode("a", precision="int8")
 
 
@@ -184,7 +222,8 @@ def test_raw_states_are_raw(embedder):
 # ---- devices ----
 
 def test_several_devices_are_one(embedder):
-    two, how = Replicas(embedder, ["cpu", "cpu"]), dict(instruction=["sts", "find animals", "", "", ""], truncate_dim=8, normalize_embeddings=False)
+    two, how = Replicas(embedder, ["cpu", "cpu"]), dict(instruction=["sts", "find animals", "", "", ""], truncate_dim=8,
+                                                        normalize_embeddings=False)
     same(two.encode(TEXTS, **how), embedder.encode(TEXTS, **how))
     same(two.encode_query("x"), embedder.encode_query("x"))
     assert two.encode([]).shape == (0, 64) and two.parts[0] is embedder and two.parts[1].lm is not embedder.lm
@@ -211,7 +250,8 @@ def test_a_bar_is_drawn_only_when_asked_for(embedder, capfd, monkeypatch):
 @given(st.integers(1, 60), st.integers(0, 5), st.integers(1, 70), st.integers(0, 2**31), st.booleans())
 def test_both_libraries_find_the_same(rows, asked, k, seed, ties):
     draw = np.random.default_rng(seed)
-    corpus, queries = (draw.integers(-2, 3, (n, 4)).astype(np.float32) if ties else draw.normal(size=(n, 4)).astype(np.float32) for n in (rows, asked))
+    corpus, queries = (draw.integers(-2, 3, (n, 4)).astype(np.float32) if ties
+                       else draw.normal(size=(n, 4)).astype(np.float32) for n in (rows, asked))
     scores = queries @ corpus.T
     best = -np.sort(-scores, 1)[:, :k]
     for backend in ("faiss", "torch"):
@@ -219,7 +259,8 @@ def test_both_libraries_find_the_same(rows, asked, k, seed, ties):
         same(found.scores, best)
         same(np.take_along_axis(scores, found.numbers, 1), best) # of ties, any
         assert all(len(set(row)) == min(k, rows) for row in found.numbers)
-    found, numbers = searching.by_torch(torch.from_numpy(queries), torch.from_numpy(corpus), min(k, rows), cells=7) if asked else (best, found.numbers) # one to seven documents at a time
+    found, numbers = searching.by_torch(torch.from_numpy(queries), torch.from_numpy(corpus), min(k, rows),
+                                        cells=7) if asked else (best, found.numbers) # one to seven documents at a time
     same(found, best)
     same(np.take_along_axis(scores, numbers, 1), best)
 
@@ -234,11 +275,14 @@ def test_without_faiss(monkeypatch):
 
 def test_vectors_in_any_form():
     rows = np.eye(4)
-    for form in (rows, rows.astype(np.float16), torch.eye(4), torch.eye(4, dtype=torch.bfloat16), rows.T, rows[::-1][::-1], list(rows), list(torch.eye(4))): assert search(form, form, 1).numbers.T.tolist() == [[0, 1, 2, 3]]
+    for form in (rows, rows.astype(np.float16), torch.eye(4), torch.eye(4, dtype=torch.bfloat16), rows.T,
+                 rows[::-1][::-1], list(rows), list(torch.eye(4))):
+        assert search(form, form, 1).numbers.T.tolist() == [[0, 1, 2, 3]]
 
 
 def test_import_is_not_heavier_for_it():
-    code = "import sys, anchor_nb.inference.search; print([name for name in ('faiss', 'sentence_transformers', 'datasets', 'mteb') if name in sys.modules])"
+    code = ("import sys, anchor_nb.inference.search; print([name for name in ('faiss', 'sentence_transformers', "
+            "'datasets', 'mteb') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
@@ -247,14 +291,16 @@ def test_import_is_not_heavier_for_it():
 @pytest.fixture
 def corpus(tmp_path):
     (tmp_path/"corpus").mkdir()
-    (tmp_path/"corpus/a.jsonl").write_text('{"text": "a cat sleeps"}\n\n{"title": "Rivers", "text": "they flood in spring"}\n')
+    (tmp_path/"corpus/a.jsonl").write_text('{"text": "a cat sleeps"}\n\n{"title": "Rivers", "text": "they flood in '
+                                           'spring"}\n')
     (tmp_path/"corpus/b.jsonl").write_text('{"text": "half \\ud83d"}\n')
     return str(tmp_path/"corpus")
 
 
 def test_documents_of_several_files_have_names_of_their_own(embedder, corpus, tmp_path):
     index = open_index(embedder, corpus, keep=str(tmp_path/"kept"))
-    assert dict(zip(index.ids, index.texts)) == {"0": "a cat sleeps", "1": "Rivers they flood in spring", "2": "half \ud83d"}
+    assert dict(zip(index.ids, index.texts)) == {"0": "a cat sleeps", "1": "Rivers they flood in spring",
+                                                 "2": "half \ud83d"}
     again = Index.load(embedder, tmp_path/"kept")
     assert (again.ids, again.texts) == (index.ids, index.texts)
     assert again.search("a cat sleeps", 1) == index.search("a cat sleeps", 1)
@@ -268,9 +314,12 @@ def test_parquet_and_beir_and_other_fields(embedder, tmp_path):
     found = open_index(embedder, str(tmp_path/"c.parquet"), str(tmp_path/"kept"), field="body", id_field="key")
     assert Index.load(embedder, tmp_path/"kept").ids == found.ids == ["7", "9"]
     (tmp_path/"beir").mkdir()
-    for name, text in (("corpus", '{"_id": "7", "title": "", "text": "a cat sleeps"}\n{"_id": "9", "text": "rivers"}\n'), ("queries", '{"_id": "q", "text": "no document"}\n')): (tmp_path/f"beir/{name}.jsonl").write_text(text)
+    for name, text in (("corpus", '{"_id": "7", "title": "", "text": "a cat sleeps"}\n{"_id": "9", "text": '
+                                  '"rivers"}\n'), ("queries", '{"_id": "q", "text": "no document"}\n')):
+        (tmp_path/f"beir/{name}.jsonl").write_text(text)
     assert open_index(embedder, str(tmp_path/"beir")).search("rivers") == found.search("rivers")
-    with pytest.raises(ValueError, match="c.parquet, row 0, field 'text' is missing"): open_index(embedder, str(tmp_path/"c.parquet"))
+    with pytest.raises(ValueError, match="c.parquet, row 0, field 'text' is missing"):
+        open_index(embedder, str(tmp_path/"c.parquet"))
 
 
 def test_an_index_appears_as_a_whole_or_stays_what_it_was(embedder, tmp_path, monkeypatch):
@@ -278,7 +327,8 @@ def test_an_index_appears_as_a_whole_or_stays_what_it_was(embedder, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(searching, "seal", lambda folder: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError): Index(embedder, ["new"]).save(tmp_path/"index")
-    assert Index.load(embedder, tmp_path/"index").texts == ["old"] and [path.name for path in tmp_path.iterdir()] == ["index"]
+    assert Index.load(embedder, tmp_path/"index").texts == ["old"] and [path.name
+                                                                        for path in tmp_path.iterdir()] == ["index"]
 
 
 def test_an_index_of_other_weights_is_refused_whatever_their_path(tmp_path):
@@ -290,8 +340,10 @@ def test_an_index_of_other_weights_is_refused_whatever_their_path(tmp_path):
     assert len(Index.load(AnchorEmbedder.from_pretrained(str(tmp_path/"moved")), tmp_path/"index")) == 5
     with torch.no_grad(): embedder.lm.get_input_embeddings().weight[5] += 1
     embedder.save_pretrained(tmp_path/"model")
-    with pytest.raises(ValueError, match="differs in the content of the model; load that one"): Index.load(AnchorEmbedder.from_pretrained(str(tmp_path/"model")), tmp_path/"index")
-    with pytest.raises(ValueError, match="pooling .'eos' there, 'mean' here"): Index.load(AnchorEmbedder.from_pretrained(str(tmp_path/"moved"), pooling="mean"), tmp_path/"index")
+    with pytest.raises(ValueError, match="differs in the content of the model; load that one"):
+        Index.load(AnchorEmbedder.from_pretrained(str(tmp_path/"model")), tmp_path/"index")
+    with pytest.raises(ValueError, match="pooling .'eos' there, 'mean' here"):
+        Index.load(AnchorEmbedder.from_pretrained(str(tmp_path/"moved"), pooling="mean"), tmp_path/"index")
 
 
 def test_a_planted_pickle_is_not_read(embedder, tmp_path):
@@ -304,5 +356,7 @@ def test_a_planted_pickle_is_not_read(embedder, tmp_path):
 
 def test_hits_are_cosines_for_checkpoints_that_do_not_normalise(embedder):
     plain = AnchorEmbedder(embedder.lm, embedder.formatter, normalize=False)
-    assert Index(plain, TEXTS).search("x", 5) == Index(AnchorEmbedder(embedder.lm, embedder.formatter), TEXTS).search("x", 5)
-    assert isinstance(Index(plain, TEXTS).search("x", 1)[0], Hit) and abs(Index(plain, ["x"]).search("x")[0].score - 1) < 1e-5
+    assert Index(plain, TEXTS).search("x", 5) == Index(AnchorEmbedder(embedder.lm, embedder.formatter),
+                                                       TEXTS).search("x", 5)
+    assert isinstance(Index(plain, TEXTS).search("x", 1)[0], Hit) and abs(Index(plain,
+                                                                                ["x"]).search("x")[0].score - 1) < 1e-5

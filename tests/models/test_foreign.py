@@ -38,7 +38,8 @@ def quiet():
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
 
 
-def same(ours, theirs, within=2e-6): np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=within)
+def same(ours, theirs, within=2e-6):
+    np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=within)
 
 
 def write(folder, **files):
@@ -53,7 +54,8 @@ def write(folder, **files):
 
 def parts(*kinds, old=True):
     where = "sentence_transformers.models." if old else "sentence_transformers.sentence_transformer.modules."
-    return [dict(idx=n, name=str(n), path="" if kind == "Transformer" else f"{n}_{kind}", type=where + kind) for n, kind in enumerate(kinds)]
+    return [dict(idx=n, name=str(n), path="" if kind == "Transformer" else f"{n}_{kind}", type=where + kind)
+            for n, kind in enumerate(kinds)]
 
 
 def st_folder(folder, pooling, kinds=("Transformer", "Pooling", "Normalize"), bidirectional=False, prompts={}, **about):
@@ -62,8 +64,10 @@ def st_folder(folder, pooling, kinds=("Transformer", "Pooling", "Normalize"), bi
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     Formatter(tokenizer, resolve_layout(tokenizer, "plain")).tokenizer.save_pretrained(folder)
     config = json.loads((folder/"config.json").read_text()) | (dict(is_causal=False) if bidirectional else {})
-    return write(folder, config=config, modules=parts(*kinds), **{"1_Pooling__config": dict(word_embedding_dimension=64, **pooling)},
-                 sentence_bert_config=dict(max_seq_length=64, do_lower_case=False), config_sentence_transformers=dict(prompts=prompts, default_prompt_name=None, **about))
+    return write(folder, config=config, modules=parts(*kinds), **{"1_Pooling__config": dict(word_embedding_dimension=64,
+                                                                                            **pooling)},
+                 sentence_bert_config=dict(max_seq_length=64, do_lower_case=False),
+                 config_sentence_transformers=dict(prompts=prompts, default_prompt_name=None, **about))
 
 
 def theirs(folder):
@@ -78,7 +82,8 @@ OLD = ("cls_token", "mean_tokens", "weightedmean_tokens", "lasttoken")
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_folder_of_sentence_transformers(tmp_path, mode, bidirectional):
     flags = {f"pooling_mode_{name}": name == mode for name in (*OLD, "max_tokens", "mean_sqrt_len_tokens")}
-    folder = st_folder(tmp_path/"st", flags, bidirectional=bidirectional, prompts={"query": "question:\n", "document": ""})
+    folder = st_folder(tmp_path/"st", flags, bidirectional=bidirectional, prompts={"query": "question:\n",
+                                                                                   "document": ""})
     ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
     same(ours.encode(TEXTS), peer.encode(TEXTS))
     same(ours.encode_query(TEXTS), peer.encode_query(TEXTS))
@@ -90,7 +95,8 @@ def test_a_folder_of_sentence_transformers(tmp_path, mode, bidirectional):
 
 def test_prompts_are_left_out_of_the_mean(tmp_path):
     "With include_prompt=false; a prompt that ends in a line break, since they count the tokens of a prompt alone."
-    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True, include_prompt=False), prompts={"query": "find animals:\n"})
+    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True, include_prompt=False),
+                       prompts={"query": "find animals:\n"})
     ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
     same(ours.encode_query(TEXTS), peer.encode_query(TEXTS))
     same(ours.encode(TEXTS), peer.encode(TEXTS))
@@ -98,12 +104,14 @@ def test_prompts_are_left_out_of_the_mean(tmp_path):
 
 
 def test_a_default_prompt_and_vectors_of_any_length(tmp_path):
-    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=("Transformer", "Pooling"), prompts={"all": "text: ", "query": "find: "})
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=("Transformer", "Pooling"),
+                       prompts={"all": "text: ", "query": "find: "})
     config = Path(folder)/"config_sentence_transformers.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(default_prompt_name="all")))
     ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
     assert abs(np.linalg.norm(ours.encode(TEXTS), axis=1) - 1).min() > 1e-3
-    for name in ("encode", "encode_query", "encode_document"): same(getattr(ours, name)(TEXTS), getattr(peer, name)(TEXTS), 1e-5)
+    for name in ("encode", "encode_query", "encode_document"):
+        same(getattr(ours, name)(TEXTS), getattr(peer, name)(TEXTS), 1e-5)
 
 
 def test_what_is_called_a_cosine_is_one(tmp_path):
@@ -113,21 +121,24 @@ def test_what_is_called_a_cosine_is_one(tmp_path):
     from mteb.types import PromptType
     from datasets import Dataset
     from torch.utils.data import DataLoader
-    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=("Transformer", "Pooling"), prompts={"query": "find: "})
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=("Transformer", "Pooling"),
+                       prompts={"query": "find: "})
     ours, asked, texts = AnchorEmbedder.from_pretrained(folder), "a cat", TEXTS
     expected = ours.similarity(ours.encode_query([asked]), ours.encode_document(texts)).numpy()
     raw = ours.encode_query([asked]) @ ours.encode_document(texts).T
     assert abs(raw - expected).min() > 0.1 # what was called a cosine
     assert ours.similarity_fn_name == theirs(folder).similarity_fn_name == "cosine"
 
-    task = TaskMetadata(name="T", type="Retrieval", description="", dataset=dict(path="local", revision="1"), category="t2t", modalities=["text"],
+    task = TaskMetadata(name="T", type="Retrieval", description="", dataset=dict(path="local", revision="1"),
+                        category="t2t", modalities=["text"],
                         eval_splits=["test"], eval_langs=["eng-Latn"], main_score="ndcg_at_10")
     def judged(encoder):
         def side(own, kind):
             batches = DataLoader(Dataset.from_dict(dict(text=own)), batch_size=8)
             return encoder.encode(batches, task_metadata=task, hf_split="", hf_subset="", prompt_type=kind)
         return encoder.similarity(side([asked], PromptType.query), side(texts, PromptType.document))
-    encoders = [load(one, revision(one), max_length=64) for one in candidates(dict(ours=dict(model=folder, library="anchor_nb"), theirs=folder))]
+    encoders = [load(one, revision(one), max_length=64)
+                for one in candidates(dict(ours=dict(model=folder, library="anchor_nb"), theirs=folder))]
     for encoder in (*encoders, SentenceTransformerEncoderWrapper(folder)): same(judged(encoder), expected, 1e-5)
     assert {str(encoder.mteb_model_meta.similarity_fn_name) for encoder in encoders} == {"cosine"}
 
@@ -137,7 +148,8 @@ def test_what_is_called_a_cosine_is_one(tmp_path):
     same([[hit.score for hit in sorted(Index(ours, texts).search(asked), key=lambda hit: int(hit.id))]], expected, 1e-5)
     for dtype, within in (("float32", 1e-5), ("int8", 1e-2), ("binary", 0.3)):
         (tmp_path/"pairs.jsonl").write_text(json.dumps(dict(query=asked, pos=texts[:1], neg=texts[1:])) + "\n")
-        mine(Mine(data=str(tmp_path/"pairs.jsonl"), model=folder, out=str(tmp_path/dtype), instructions="none", keep_existing=True, percentage=0, absolute_margin=0.1, negatives=1, max_length=64, dtype=dtype))
+        mine(Mine(data=str(tmp_path/"pairs.jsonl"), model=folder, out=str(tmp_path/dtype), instructions="none",
+                  keep_existing=True, percentage=0, absolute_margin=0.1, negatives=1, max_length=64, dtype=dtype))
         row, = parsed(str(tmp_path/dtype/"pairs/pairs.jsonl"))
         same([row["positive_scores"] + row["negative_scores"]], expected, within)
 
@@ -146,7 +158,9 @@ def test_another_measure_than_the_cosine_is_named(tmp_path):
     "Read by sentence-transformers it is used as its makers say; read by us it is refused."
     kinds = ("Transformer", "Pooling")
     folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=kinds, similarity_fn_name="dot")
-    with pytest.raises(ValueError, match="similarity_fn_name='dot', and vectors are compared by cosine here; evaluate it with library=sentence-transformers"): AnchorEmbedder.from_pretrained(folder)
+    with pytest.raises(ValueError, match="similarity_fn_name='dot', and vectors are compared by cosine here; evaluate "
+                                         "it with library=sentence-transformers"):
+        AnchorEmbedder.from_pretrained(folder)
     one, = candidates(dict(dotted=folder))
     encoder, peer = load(one, revision(one)), theirs(folder)
     found = encoder.embed(TEXTS, "", SimpleNamespace(name="T", type="STS"), None)
@@ -154,13 +168,17 @@ def test_another_measure_than_the_cosine_is_named(tmp_path):
     assert str(encoder.mteb_model_meta.similarity_fn_name) == "dot"
     usual, = candidates(dict(usual=st_folder(tmp_path/"usual", dict(pooling_mode="mean"), kinds=kinds)))
     assert len({revision(one), revision(usual), revision(replace(usual, library="anchor_nb"))}) == 3
-    same(AnchorEmbedder.from_pretrained(st_folder(tmp_path/"unit", dict(pooling_mode="mean"), similarity_fn_name="dot")).encode(TEXTS), AnchorEmbedder.from_pretrained(str(tmp_path/"usual")).encode(TEXTS, normalize_embeddings=True))
+    same(AnchorEmbedder.from_pretrained(st_folder(tmp_path/"unit", dict(pooling_mode="mean"),
+                                                  similarity_fn_name="dot")).encode(TEXTS),
+         AnchorEmbedder.from_pretrained(str(tmp_path/"usual")).encode(TEXTS, normalize_embeddings=True))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_what_will_be_loaded_is_known_before(tmp_path, bidirectional):
-    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean", include_prompt=False), bidirectional=bidirectional, prompts={"query": "find: "})
-    for source in (folder, adapter(tmp_path/"a", TINY), resolve_model("minilm")): assert planned(source) == loaded(AnchorEmbedder.from_pretrained(source))
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean", include_prompt=False), bidirectional=bidirectional,
+                       prompts={"query": "find: "})
+    for source in (folder, adapter(tmp_path/"a", TINY), resolve_model("minilm")):
+        assert planned(source) == loaded(AnchorEmbedder.from_pretrained(source))
 
 
 def test_what_sentence_transformers_saves_today(tmp_path):
@@ -196,7 +214,8 @@ def randomise(model):
 def adapter(folder, base, kind=AutoModelForCausalLM, said=None, **settings):
     "An adapter with random weights; `said` is what its configuration calls the base."
     from peft import LoraConfig, get_peft_model
-    settings = dict(task_type="CAUSAL_LM" if kind is AutoModelForCausalLM else None, r=4, lora_alpha=8, target_modules="all-linear") | settings
+    settings = dict(task_type="CAUSAL_LM" if kind is AutoModelForCausalLM else None, r=4, lora_alpha=8,
+                    target_modules="all-linear") | settings
     model = get_peft_model(kind.from_pretrained(base), LoraConfig(**settings))
     randomise(model)
     model.peft_config["default"].base_model_name_or_path = str(said or base)
@@ -208,7 +227,8 @@ def plain_mean(model, tokenizer, texts, keep, is_causal):
     "The slow way: one text at a time, the mean over its last `keep(text)` states."
     out = []
     for text in texts:
-        states = model(torch.tensor([tokenizer(text)["input_ids"]]), is_causal=is_causal, use_cache=False).last_hidden_state[0].detach()
+        states = model(torch.tensor([tokenizer(text)["input_ids"]]), is_causal=is_causal,
+                       use_cache=False).last_hidden_state[0].detach()
         out.append(F.normalize(states[-keep(text):].mean(0), dim=-1))
     return torch.stack(out).numpy()
 
@@ -222,7 +242,8 @@ def test_an_adapter_on_a_local_base(tmp_path, kind):
     trunk = model.base_model.model if kind is AutoModel else model.base_model.model.model
     ours = AnchorEmbedder.from_pretrained(str(tmp_path/"a"), pooling="mean")
     tokens = ours.formatter(TEXTS)
-    expected = [F.normalize(trunk(torch.tensor([t.ids]), use_cache=False).last_hidden_state[0].mean(0), dim=-1).detach().numpy() for t in tokens]
+    expected = [F.normalize(trunk(torch.tensor([t.ids]), use_cache=False).last_hidden_state[0].mean(0),
+                            dim=-1).detach().numpy() for t in tokens]
     same(ours.encode(TEXTS), expected, 1e-5)
     assert abs(ours.encode(TEXTS) - AnchorEmbedder.from_pretrained("tiny", pooling="mean").encode(TEXTS)).max() > 1e-2
 
@@ -235,7 +256,8 @@ def test_a_base_and_an_adapter_on_a_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(resolving, "resolve_model", lambda name: TINY if name == "owner/base" else name)
     expected = AnchorEmbedder.from_pretrained(named).encode(TEXTS)
     fetched = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: fetched.append(name) or named)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: fetched.append(name)
+                        or named)
     assert embedder.chain("owner/adapter") == ["owner/adapter", TINY] and set(fetched) == {"owner/adapter"}
     same(AnchorEmbedder.from_pretrained(named).encode(TEXTS), expected, 0)
 
@@ -255,8 +277,10 @@ def llm2vec_folders(tmp_path, base=TINY, **config):
     "A base with an MNTP adapter in one folder, a supervised adapter in another, both on the bare decoder."
     first, second = adapter(tmp_path/"mntp", base, AutoModel), adapter(tmp_path/"supervised", base, AutoModel, r=2)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"): shutil.copy2(Path(base)/name, first)
-    write(first, config=json.loads((Path(base)/"config.json").read_text()) | dict(auto_map={"AutoModel": "modeling_llama_encoder.LlamaEncoderModel"}))
-    return first, write(second, llm2vec_config=dict(pooling_mode="mean", max_length=512, doc_max_length=400, skip_instruction=True) | config)
+    write(first, config=json.loads((Path(base)/"config.json").read_text())
+          | dict(auto_map={"AutoModel": "modeling_llama_encoder.LlamaEncoderModel"}))
+    return first, write(second, llm2vec_config=dict(pooling_mode="mean", max_length=512, doc_max_length=400,
+                                                    skip_instruction=True) | config)
 
 
 @pytest.mark.parametrize("instruct", [False, True])
@@ -266,13 +290,15 @@ def test_llm2vec(tmp_path, instruct):
     base = tmp_path/("Llama-Instruct" if instruct else "base")
     shutil.copytree(TINY, base)
     first, second = llm2vec_folders(tmp_path, str(base))
-    model = PeftModel.from_pretrained(PeftModel.from_pretrained(AutoModel.from_pretrained(base), first).merge_and_unload(), second).merge_and_unload()
+    model = PeftModel.from_pretrained(PeftModel.from_pretrained(AutoModel.from_pretrained(base),
+                                                                first).merge_and_unload(), second).merge_and_unload()
     ours, tokenizer = AnchorEmbedder.from_pretrained(first, adapter=second), AutoTokenizer.from_pretrained(base)
     head, tail = (ours.formatter.layout.head, ours.formatter.layout.tail) if instruct else ("", "")
     assert bool(head) == instruct and ours.pooling == "rest_mean" and ours.lm.config.is_causal is False
     texts = [text for text in TEXTS if len(text) < 100]
     for instruction, start in (("", ""), ("find animals", "find animals ")):
-        keep = lambda text: len(tokenizer(text.removeprefix(head + start))["input_ids"]) # as LLM2Vec counts: the text alone
+        # as LLM2Vec counts: the text alone
+        keep = lambda text: len(tokenizer(text.removeprefix(head + start))["input_ids"])
         expected = plain_mean(model, tokenizer, [head + start + text + tail for text in texts], keep, False)
         same(ours.encode(texts, instruction), expected, 1e-5)
 
@@ -294,8 +320,10 @@ def test_the_authors_stage_one_checkpoint(tmp_path):
     folder = tmp_path/"checkpoint"
     AutoModel.from_pretrained(TINY).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-    write(folder, llm2vec_config=dict(pooling_mode="eos_token", max_length=512, doc_max_length=400, skip_instruction=True))
-    with pytest.raises(ValueError, match="false for one of Anchor Embedding's authors"): AnchorEmbedder.from_pretrained(str(folder))
+    write(folder, llm2vec_config=dict(pooling_mode="eos_token", max_length=512, doc_max_length=400,
+                                      skip_instruction=True))
+    with pytest.raises(ValueError, match="false for one of Anchor Embedding's authors"):
+        AnchorEmbedder.from_pretrained(str(folder))
     ours, model = AnchorEmbedder.from_pretrained(str(folder), bidirectional=False), AutoModel.from_pretrained(TINY)
     for text, vector in zip(TEXTS, ours.encode(TEXTS)):
         ids = ours.formatter.tokenizer(text)["input_ids"]
@@ -319,7 +347,8 @@ def test_gritlm(tmp_path):
     folder = gritlm_folder(tmp_path)
     peer = gritlm.GritLM(folder, mode="embedding", attn="bb", device="cpu")
     ours = AnchorEmbedder.from_pretrained(folder, kind="gritlm")
-    same(ours.encode_query(TEXTS, "find animals"), peer.encode(TEXTS, instruction="<|user|>\nfind animals\n<|embed|>\n"), 1e-5)
+    same(ours.encode_query(TEXTS, "find animals"),
+         peer.encode(TEXTS, instruction="<|user|>\nfind animals\n<|embed|>\n"), 1e-5)
     same(ours.encode_document(TEXTS), peer.encode(TEXTS, instruction="<|embed|>\n"), 1e-5)
     same(AnchorEmbedder.from_pretrained(folder, kind="gritlm-re").encode_document(TEXTS), peer.encode(TEXTS), 1e-5)
 
@@ -331,15 +360,18 @@ def test_gritlm_re_keeps_the_first_word_of_a_query(tmp_path):
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
     query = "Instruct: find animals\nQuery: "
     assert len(tokenizer(query)["input_ids"]) > len(tokenizer(query.rstrip())["input_ids"])
-    keep = lambda text: sum(end > len(query) for _, end in tokenizer(text, return_offsets_mapping=True)["offset_mapping"])
+    keep = lambda text: sum(end > len(query) for _, end in tokenizer(text,
+                                                                     return_offsets_mapping=True)["offset_mapping"])
     texts = [text for text in TEXTS if len(text) < 100]
-    same(ours.encode_query(texts, "find animals"), plain_mean(model, tokenizer, [query + text for text in texts], keep, False), 1e-5)
+    same(ours.encode_query(texts, "find animals"), plain_mean(model, tokenizer, [query + text for text in texts], keep,
+                                                              False), 1e-5)
 
 
 def test_gritlm_is_known_by_its_code_which_is_not_run(tmp_path):
     folder = gritlm_folder(tmp_path)
     config = Path(folder)/"config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"})))
+    config.write_text(json.dumps(json.loads(config.read_text())
+                                 | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"})))
     assert AnchorEmbedder.from_pretrained(folder).formatter.layout.document_format.startswith("<|embed|>")
 
 
@@ -347,14 +379,17 @@ def test_gritlm_is_known_by_its_code_which_is_not_run(tmp_path):
 
 def rows():
     from anchor_nb.data.rows import Example
-    return [Example("a cat sleeps", "cats sleep all day", ["rivers flood"], "Find animals", ""), Example("the river floods", "in spring", [], "Find rivers", "")]
+    return [Example("a cat sleeps", "cats sleep all day", ["rivers flood"], "Find animals", ""),
+            Example("the river floods", "in spring", [], "Find rivers", "")]
 
 
 @pytest.mark.parametrize("kind", ["sentence-transformers", "encoder", "snapshot", "run"])
 def test_a_guide_judges_as_the_embedder_that_it_is(tmp_path, kind):
     "With the pooling, prompts, adapter and layout that belong to it, whoever saved it."
     from anchor_nb.losses.negatives import Guide
-    if kind == "sentence-transformers": source = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True), bidirectional=True, prompts={"query": "question:\n", "document": "text:\n"})
+    if kind == "sentence-transformers":
+        source = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True), bidirectional=True,
+                           prompts={"query": "question:\n", "document": "text:\n"})
     if kind == "encoder": source = "minilm"
     if kind == "snapshot": # an adapter with our layout
         source = adapter(tmp_path/"a", TINY)
@@ -377,18 +412,26 @@ def test_training_goes_on_in_the_layout_of_the_makers(tmp_path):
     ours = training_formatter(st, Stage2(pooling="mean", max_length=64))
     plain = AutoTokenizer.from_pretrained(st)
     for text in TEXTS: assert ours([text])[0].ids == plain(text, truncation=True, max_length=64)["input_ids"]
-    assert ours.layout.head == "" and ours.layout.instruction_format == "{instruction}; {text}" # its own would glue the two together
-    grit = write(gritlm_folder(tmp_path/"grit"), config=json.loads((tmp_path/"grit/config.json").read_text()) | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"}))
+    # its own would glue the two together
+    assert ours.layout.head == "" and ours.layout.instruction_format == "{instruction}; {text}"
+    grit = write(gritlm_folder(tmp_path/"grit"), config=json.loads((tmp_path/"grit/config.json").read_text())
+                 | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"}))
     recipe = Stage2(pooling="rest_mean", bidirectional=True, max_length=64)
-    for instruction in ("", "find animals"): assert training_formatter(grit, recipe)(TEXTS[:1], instruction) == AnchorEmbedder.from_pretrained(grit).formatter(TEXTS[:1], instruction)
+    for instruction in ("", "find animals"):
+        assert training_formatter(grit, recipe)(TEXTS[:1],
+                                                instruction) == AnchorEmbedder.from_pretrained(grit).formatter(TEXTS[:1], instruction)
     said = training_formatter(grit, replace(recipe, instruction_format="Find: {instruction} {text}"))
     assert said.tokenizer.decode(said(["x"], "animals")[0].ids).endswith("Find: animals x")
-    with pytest.raises(ValueError, match=r"no \[EOS\] behind its texts, which pooling=eos needs; its makers take pooling=rest_mean"): training_formatter(grit, Stage2(bidirectional=True))
-    assert training_formatter(grit, Stage2(template="plain")).layout == load_formatter(grit, Stage2(template="plain")).layout
+    with pytest.raises(ValueError, match=r"no \[EOS\] behind its texts, which pooling=eos needs; its makers take "
+                                         r"pooling=rest_mean"):
+        training_formatter(grit, Stage2(bidirectional=True))
+    assert training_formatter(grit, Stage2(template="plain")).layout == load_formatter(grit,
+                                                                                       Stage2(template="plain")).layout
     assert training_formatter(TINY, Stage2()).layout == load_formatter(TINY, Stage2()).layout
     AutoModel.from_pretrained(TINY).save_pretrained(tmp_path/"authors"); AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path/"authors")
     authors = write(tmp_path/"authors", llm2vec_config=dict(pooling_mode="eos_token", skip_instruction=True))
-    assert training_formatter(authors, Stage2()).layout == AnchorEmbedder.from_pretrained(authors, bidirectional=False).formatter.layout
+    assert training_formatter(authors, Stage2()).layout == AnchorEmbedder.from_pretrained(authors,
+                                                                                          bidirectional=False).formatter.layout
 
 
 def sides(candidate, name="Facts", kind="Retrieval"):
@@ -396,16 +439,23 @@ def sides(candidate, name="Facts", kind="Retrieval"):
     from mteb.abstasks.task_metadata import TaskMetadata
     from mteb.types import PromptType
     from anchor_nb.evaluation.encoders import load
-    task = TaskMetadata(name=name, type=kind, description="", dataset=dict(path="local", revision="1"), category="t2t", modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="ndcg_at_10")
+    task = TaskMetadata(name=name, type=kind, description="", dataset=dict(path="local", revision="1"), category="t2t",
+                        modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"], main_score="ndcg_at_10")
     encoder = load(candidate, "1", max_length=64, instructions={name: "find animals"})
-    return [encoder.encode([{"text": TEXTS}], task_metadata=task, prompt_type=side) for side in (PromptType.query, PromptType.document, None)]
+    return [encoder.encode([{"text": TEXTS}], task_metadata=task, prompt_type=side) for side in (PromptType.query,
+                                                                                                 PromptType.document,
+                                                                                                 None)]
 
 
 def test_an_evaluation_uses_the_prompts_that_a_checkpoint_brings(tmp_path):
     "By side, by task and by type of task, as where sentence-transformers loads the same folder."
-    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True), prompts={"query": "question:\n", "document": "text:\n", "STS": "compare:\n", "Named": "named:\n"})
+    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True), prompts={"query": "question:\n",
+                                                                                    "document": "text:\n",
+                                                                                    "STS": "compare:\n",
+                                                                                    "Named": "named:\n"})
     for task in (("Facts", "Retrieval"), ("Named", "Retrieval"), ("Alike", "STS")):
-        ours, theirs = [sides(Candidate("x", folder, library=library), *task) for library in ("anchor_nb", "sentence-transformers")]
+        ours, theirs = [sides(Candidate("x", folder, library=library), *task) for library in ("anchor_nb",
+                                                                                              "sentence-transformers")]
         for one, other in zip(ours, theirs): same(one, other, 1e-5)
     queries, documents, _ = sides(Candidate("x", folder))
     assert abs(queries - documents).max() > 1e-3
@@ -416,25 +466,30 @@ def test_an_evaluation_cuts_the_vectors_of_both_libraries_alike(tmp_path):
     folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True))
     whole = sides(Candidate("x", folder))
     for library in ("anchor_nb", "sentence-transformers"):
-        for one, short in zip(whole, sides(Candidate("x", folder, library=library, truncate_dim=8))): same(short, one[:, :8]/np.linalg.norm(one[:, :8], axis=1, keepdims=True), 1e-5)
+        for one, short in zip(whole, sides(Candidate("x", folder, library=library, truncate_dim=8))):
+            same(short, one[:, :8]/np.linalg.norm(one[:, :8], axis=1, keepdims=True), 1e-5)
 
 
 def test_how_a_checkpoint_is_loaded_can_be_said_to_an_evaluation(tmp_path):
     "What the files do not tell: its kind, which way it looks, a further adapter."
     grit, (first, second) = gritlm_folder(tmp_path/"grit"), llm2vec_folders(tmp_path)
-    for model, how in ((grit, dict(kind="gritlm-re")), (TINY, dict(bidirectional=True, pooling="mean")), (first, dict(adapter=second))):
+    for model, how in ((grit, dict(kind="gritlm-re")), (TINY, dict(bidirectional=True, pooling="mean")),
+                       (first, dict(adapter=second))):
         candidate, = candidates({"x": {"model": model, **how}})
         queries, documents, _ = sides(candidate)
         expected = AnchorEmbedder.from_pretrained(model, max_length=64, **how)
         same(queries, expected.encode_query(TEXTS, "find animals"), 1e-6)
         same(documents, expected.encode_document(TEXTS), 1e-6)
-        assert revision(candidate) != revision(candidates({"x": {"model": model, "library": "anchor_nb", **{name: value for name, value in how.items() if name == "pooling"}}})[0])
+        assert revision(candidate) != revision(candidates({"x": {"model": model, "library": "anchor_nb",
+                                                                 **{name: value for name, value in how.items()
+                                                                    if name == "pooling"}}})[0])
 
 
 # ---- what cannot be ----
 
 @pytest.mark.parametrize("change, message", [
-    (dict(modules=parts("Transformer", "Pooling", "Dense")), "has Dense, which is no part of an embedder here; use library=sentence-transformers"),
+    (dict(modules=parts("Transformer", "Pooling", "Dense")), "has Dense, which is no part of an embedder here; use "
+                                                             "library=sentence-transformers"),
     (dict(modules=parts("Transformer", "Pooling", "LayerNorm")), "has LayerNorm"),
     ({"1_Pooling__config": dict(pooling_mode_max_tokens=True)}, "pooling 'max_tokens' is none of cls, "),
     ({"1_Pooling__config": dict(pooling_mode=["mean", "lasttoken"])}, "pooling 'mean, lasttoken' is none of")])
@@ -444,7 +499,8 @@ def test_a_part_that_we_have_not_is_named(tmp_path, change, message):
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="kind='colbert'; there are anchor_nb, llm2vec"): AnchorEmbedder.from_pretrained("tiny", kind="colbert")
+    with pytest.raises(ValueError, match="kind='colbert'; there are anchor_nb, llm2vec"):
+        AnchorEmbedder.from_pretrained("tiny", kind="colbert")
 
 
 def test_facts_of_a_folder_of_ours_are_the_last_word(tmp_path):

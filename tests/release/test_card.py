@@ -41,9 +41,13 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("card")/"runs"
     train_run(recipe(Stage1, root/"stage1", steps=2, instructions="corpora"))
     train_run(recipe(Stage2, root/"anchor", steps=2, instructions="corpora", model=str(root/"stage1/model")))
-    row = dict(task="toy", type="Retrieval", metric="ndcg_at_10", main=True, queries=80, documents=86, data="abc", training_seed=None, seed=0, max_length=48, instructions="paper", benchmark="")
-    append_rows(root/"ledger.jsonl", [dict(row, label=label, step=step, value=value, model=label, manifest=manifest and str(root/manifest/"run.json"))
-                                      for label, step, value, manifest in (("untrained", 0, 0.1, ""), ("stage1", 0, 0.2, "stage1"), ("anchor", 2, 0.4321, "anchor"))])
+    row = dict(task="toy", type="Retrieval", metric="ndcg_at_10", main=True, queries=80, documents=86, data="abc",
+               training_seed=None, seed=0, max_length=48, instructions="paper", benchmark="")
+    append_rows(root/"ledger.jsonl", [dict(row, label=label, step=step, value=value, model=label,
+                                           manifest=manifest and str(root/manifest/"run.json"))
+                                      for label, step, value, manifest in (("untrained", 0, 0.1, ""),
+                                                                           ("stage1", 0, 0.2, "stage1"),
+                                                                           ("anchor", 2, 0.4321, "anchor"))])
     return root
 
 
@@ -58,7 +62,8 @@ def exported(runs):
 
 def test_a_hub_can_read_the_card_and_scores_are_those_of_the_ledger(exported):
     found = ModelCard.load(exported/"README.md")
-    assert (found.data.library_name, found.data.pipeline_tag, found.data.license, found.data.language) == ("sentence-transformers", "feature-extraction", "apache-2.0", ["en"])
+    assert (found.data.library_name, found.data.pipeline_tag, found.data.license,
+            found.data.language) == ("sentence-transformers", "feature-extraction", "apache-2.0", ["en"])
     assert {"sentence-transformers", "feature-extraction"} <= set(found.data.tags)
     result, = found.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("toy", "ndcg_at_10", 43.21)
@@ -104,7 +109,8 @@ def test_a_base_that_another_run_has_replaced_is_followed_by_name_not_guessed(ru
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.text(max_size=20) | st.floats(allow_nan=False) | st.lists(st.integers()), min_size=2, max_size=2), min_size=1, max_size=4))
+@given(st.lists(st.lists(st.text(max_size=20) | st.floats(allow_nan=False) | st.lists(st.integers()), min_size=2,
+                         max_size=2), min_size=1, max_size=4))
 def test_no_value_breaks_out_of_a_table(lines):
     table = card.markdown_table(["a", "b"], lines)
     rows = table.split("\n")
@@ -112,9 +118,12 @@ def test_no_value_breaks_out_of_a_table(lines):
     assert all(len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 3 for row in rows) and "<" not in table
 
 
-@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(lambda text: text[0] not in "/~.[{"), max_size=4))
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
+                       st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), min_size=1,
+                               max_size=20).filter(lambda text: text[0] not in "/~.[{"), max_size=4))
 def test_a_command_without_places_stays_as_it_was(given):
-    command = shlex.join(["anchor-nb", "stage1", *(word for name, value in given.items() for word in ("-p", f"{name}={value}"))])
+    command = shlex.join(["anchor-nb", "stage1", *(word for name, value in given.items() for word in ("-p",
+                                                                                                      f"{name}={value}"))])
     assert shlex.split(public_command(command, Path("/somewhere"))) == shlex.split(command)
 
 
@@ -165,7 +174,9 @@ class Hub(BaseHTTPRequestHandler):
         repos, parts = self.server.repos, self.path.partition("?")[0].split("/")
         name = "/".join(parts[3:5])
         if name not in repos: return self.answer(dict(error="not found"), 404)
-        if parts[5:6] == ["tree"]: return self.answer([dict(type="file", path=path, size=len(content), oid="0") for path, content in repos[name]["files"].items()])
+        if parts[5:6] == ["tree"]:
+            return self.answer([dict(type="file", path=path, size=len(content), oid="0")
+                                for path, content in repos[name]["files"].items()])
         self.answer(dict(id=name, private=repos[name]["private"], sha="1" * 40, siblings=[]))
 
     def do_PUT(self):
@@ -180,24 +191,34 @@ class Hub(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
-            if name in server.repos: return self.answer(dict(error="You already created this model repo", url=name), 409)
-            server.repos[name] = dict(private=asked.get("visibility") == "private" or asked.get("private", False), files={}, branches=set())
+            if name in server.repos:
+                return self.answer(dict(error="You already created this model repo", url=name), 409)
+            server.repos[name] = dict(private=asked.get("visibility") == "private" or asked.get("private", False),
+                                      files={}, branches=set())
             return self.answer(dict(url=f"{server.url}/{name}"))
         if path == "/api/validate-yaml":
             wrong = "license: no-such-licence" in json.loads(body)["content"]
-            return self.answer(dict(warnings=[], errors=[dict(message="\"license\" must be one of the known")] if wrong else []), 400 if wrong else 200)
+            return self.answer(dict(warnings=[], errors=[dict(message="\"license\" must be one of the known")] if wrong
+                                    else []), 400 if wrong else 200)
         if path.endswith("/info/lfs/objects/batch"):
-            return self.answer(dict(transfer="basic", objects=[dict(oid=item["oid"], size=item["size"], actions=dict(upload=dict(href=f"{server.url}/large/{item['oid']}"))) for item in json.loads(body)["objects"]]))
+            return self.answer(dict(transfer="basic",
+                                    objects=[dict(oid=item["oid"], size=item["size"],
+                                                  actions=dict(upload=dict(href=f"{server.url}/large/{item['oid']}")))
+                                             for item in json.loads(body)["objects"]]))
         repo = server.repos["/".join(path.split("/")[3:5])]
         if "/branch/" in path: return repo["branches"].add(path.rpartition("/")[2]) or self.answer({})
         if "/preupload/" in path:
-            return self.answer(dict(files=[dict(path=file["path"], uploadMode="lfs" if file["path"].endswith(".safetensors") and not server.small else "regular", shouldIgnore=False, oid=None) for file in json.loads(body)["files"]]))
+            return self.answer(dict(files=[dict(path=file["path"], uploadMode="lfs"
+                                                if file["path"].endswith(".safetensors") and not server.small
+                                                else "regular", shouldIgnore=False, oid=None)
+                                           for file in json.loads(body)["files"]]))
         for line in body.decode().splitlines():
             item = json.loads(line)
             if item["key"] == "file": repo["files"][item["value"]["path"]] = base64.b64decode(item["value"]["content"])
             if item["key"] == "lfsFile": repo["files"][item["value"]["path"]] = server.large[item["value"]["oid"]]
         repo["revision"] = path.rpartition("/")[2]
-        self.answer(dict(commitUrl=f"{server.url}/{'/'.join(path.split('/')[3:5])}/commit/1", commitOid="1" * 40, success=True))
+        self.answer(dict(commitUrl=f"{server.url}/{'/'.join(path.split('/')[3:5])}/commit/1", commitOid="1" * 40,
+                         success=True))
 
 
 @pytest.fixture
@@ -214,10 +235,15 @@ def server():
 def push(url, folder, tmp_path, send=True, **how):
     "`push` of what was shown here, in a process whose client knows another hub and a login; (return code, result or error)."
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path/"home"), HF_HUB_DISABLE_XET="" if how.pop("pipeline", False) else "1", HF_HUB_DISABLE_PROGRESS_BARS="1", **how.pop("environment", dict(HF_TOKEN=TOKEN)))
-    code = "import json, sys; from anchor_nb.release.hub import push; print(json.dumps(push(**json.loads(sys.argv[1]))))"
+    environment |= dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path/"home"), HF_HUB_DISABLE_XET="" if how.pop("pipeline",
+                                                                                                        False) else "1",
+                        HF_HUB_DISABLE_PROGRESS_BARS="1", **how.pop("environment", dict(HF_TOKEN=TOKEN)))
+    code = ("import json, sys; from anchor_nb.release.hub import push; "
+            "print(json.dumps(push(**json.loads(sys.argv[1]))))")
     if send: how["shown"] = hub.push(folder, "somebody/tiny-anchor", **how)["plan"]
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(dict(folder=str(folder), repo_id="somebody/tiny-anchor", **how))], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code,
+                           json.dumps(dict(folder=str(folder), repo_id="somebody/tiny-anchor", **how))],
+                          env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr
 
 
@@ -237,7 +263,8 @@ def test_the_newer_way_of_uploading_sends_the_same(server, exported, tmp_path):
     server.small = True
     code, found = push(server.url, exported, tmp_path, pipeline=True)
     assert code == 0, found
-    assert server.repos["somebody/tiny-anchor"]["files"] == {file["path"]: (exported/file["path"]).read_bytes() for file in found["files"]}
+    assert server.repos["somebody/tiny-anchor"]["files"] == {file["path"]: (exported/file["path"]).read_bytes()
+                                                             for file in found["files"]}
 
 
 def test_a_dry_run_speaks_to_nobody(exported, tmp_path):
@@ -249,13 +276,15 @@ def test_a_dry_run_speaks_to_nobody(exported, tmp_path):
 def test_an_existing_public_repository_gets_nothing_private(server, exported, tmp_path):
     server.repos["somebody/tiny-anchor"] = dict(private=False, files={"old.safetensors": b"x"}, branches=set())
     code, said = push(server.url, exported, tmp_path)
-    assert code == 1 and "exists and is public" in said and set(server.repos["somebody/tiny-anchor"]["files"]) == {"old.safetensors"}
+    assert (code == 1 and "exists and is public" in said
+            and set(server.repos["somebody/tiny-anchor"]["files"]) == {"old.safetensors"})
     code, found = push(server.url, exported, tmp_path, private=False)
     assert code == 0 and found["left_there"] == ["old.safetensors"], found
 
 
 def test_no_login_and_no_network_are_said_before_anything_is_sent(server, exported, tmp_path):
-    for environment, message in (({}, "hf auth login"), (dict(HF_TOKEN=TOKEN, HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE is set")):
+    for environment, message in (({}, "hf auth login"), (dict(HF_TOKEN=TOKEN, HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE is "
+                                                                                                   "set")):
         code, said = push(server.url, exported, tmp_path, environment=environment)
         assert code == 1 and message in said
     assert server.repos == {}
@@ -272,11 +301,14 @@ def test_a_card_that_the_hub_refuses_uploads_nothing(server, exported, tmp_path)
 def test_the_folder_of_a_run_is_refused_and_so_is_its_model(runs):
     "The model folder of a run says where it was trained, and has no card."
     with pytest.raises(ValueError, match="anchor-nb export"): hub.upload_plan(runs/"anchor")
-    with pytest.raises(ValueError, match="anchor_nb.json names a place of this machine.*README.md is missing"): hub.upload_plan(runs/"anchor/model")
+    with pytest.raises(ValueError, match="anchor_nb.json names a place of this machine.*README.md is missing"):
+        hub.upload_plan(runs/"anchor/model")
 
 
-@pytest.mark.parametrize("name", ["customers.csv", ".npmrc", "secrets.yaml", "ID_RSA", "vocab.joblib", "model.gguf", "Config.json",
-                                  "pytorch_model.bin", "checkpoint-2/model.safetensors", "1_Pooling/secrets.json", "notes/config.json"])
+@pytest.mark.parametrize("name", ["customers.csv", ".npmrc", "secrets.yaml", "ID_RSA", "vocab.joblib", "model.gguf",
+                                  "Config.json",
+                                  "pytorch_model.bin", "checkpoint-2/model.safetensors", "1_Pooling/secrets.json",
+                                  "notes/config.json"])
 def test_what_a_model_does_not_consist_of_is_left_out_and_named(exported, tmp_path, name):
     folder = shutil.copytree(exported, tmp_path/"copy")
     before = hub.upload_plan(folder)

@@ -23,15 +23,21 @@ from common import recipe, run
 TINY = resolve_model("tiny")
 TEXTS = [*SHORT, LONG*30, "x"]
 
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-LLAMA3 = "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-MISTRAL = "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% "
+          "endfor %}")
+LLAMA3 = ("{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "
+          "m['content'] | trim + '<|eot_id|>' }}{% endfor %}")
+MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' "
+           "}}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}")
 TOKENIZERS = { # special tokens, BOS, [EOS], padding, template, whether it writes BOS by itself
-    "llama3": (["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"], "<|begin_of_text|>", "<|eot_id|>", None, LLAMA3, True),
+    "llama3": (["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+               "<|begin_of_text|>", "<|eot_id|>", None, LLAMA3, True),
     "qwen2.5": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None, "<|im_end|>", "<|endoftext|>", CHATML, False),
     "mistral": (["<s>", "</s>", "<unk>"], "<s>", "</s>", None, MISTRAL, True),
-    "smollm2": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_start|>", "<|im_end|>", "<|im_end|>", CHATML, False)}
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, vocab_size=420)
+    "smollm2": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_start|>", "<|im_end|>", "<|im_end|>", CHATML,
+                False)}
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             max_position_embeddings=512, vocab_size=420)
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +50,21 @@ def tokenizer_of(family, pieces=False):
     "A small tokenizer as a family has it, byte-level or with SentencePiece's spaces."
     special, bos, eos, pad, chat, adds = TOKENIZERS[family]
     raw = Tokenizer(models.BPE(unk_token="<unk>") if pieces else models.BPE())
-    raw.pre_tokenizer, raw.decoder = (pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()) if pieces else (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+    raw.pre_tokenizer, raw.decoder = (pre_tokenizers.Metaspace(prepend_scheme="first"),
+                                      decoders.Metaspace()) if pieces else (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
     alphabet = [] if pieces else pre_tokenizers.ByteLevel.alphabet()
-    raw.train_from_iterator(["the user asked what [INST] the river floods in spring [/INST] and the mill stands still, a cat sleeps"]*4, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
-    if adds: raw.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, pad_token=pad, unk_token="<unk>" if pieces else None, chat_template=chat)
+    raw.train_from_iterator(["the user asked what [INST] the river floods in spring [/INST] and the mill stands still, "
+                             "a cat sleeps"]*4, trainers.BpeTrainer(vocab_size=400, special_tokens=special,
+                                                                    initial_alphabet=alphabet, show_progress=False))
+    if adds:
+        raw.post_processor = processors.TemplateProcessing(single=f"{bos} $A",
+                                                           special_tokens=[(bos, raw.token_to_id(bos))])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos, pad_token=pad, unk_token="<unk>"
+                                   if pieces else None, chat_template=chat)
 
 
-def checkpoint(folder, kind="llama", family="smollm2", dtype=torch.float32, pieces=False, pooling="eos", bidirectional=False, said={}, **changes):
+def checkpoint(folder, kind="llama", family="smollm2", dtype=torch.float32, pieces=False, pooling="eos",
+               bidirectional=False, said={}, **changes):
     "A model with random weights as a stage leaves it."
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes)).to(dtype)
@@ -90,7 +103,8 @@ def test_the_weights_and_ids_are_the_same_to_the_last_bit(tmp_path, kind, side):
     family = {"llama": "llama3", "qwen2": "qwen2.5", "mistral": "mistral", "qwen3": "qwen2.5"}[kind]
     model = checkpoint(tmp_path/"m", kind, family)
     export(model, tmp_path/"out", query="Find the passage")
-    peer, formatter, before = peer_of(tmp_path/"out", side), AnchorEmbedder.from_pretrained(model).formatter, AutoModel.from_pretrained(model)
+    peer, formatter, before = peer_of(tmp_path/"out",
+                                      side), AnchorEmbedder.from_pretrained(model).formatter, AutoModel.from_pretrained(model)
     texts = sorted(TEXTS, key=len, reverse=True) # sentence-transformers sorts a batch so
     for instruction, found in (("Find the passage", peer.encode_query(texts)), ("", peer.encode_document(texts))):
         assert abs(found - plainly(before, formatter, texts, instruction, peer)).max() == 0
@@ -107,9 +121,11 @@ def test_every_family_of_tokenizers(tmp_path, family, pieces):
     found = check(model, tmp_path/"out")
     assert found["same"] and found["other_tokens"] == 0 and found["largest"] < 1e-6
     tokenizer, eos = AutoTokenizer.from_pretrained(tmp_path/"out"), AnchorEmbedder.from_pretrained(model).formatter.layout.eos
-    for row in tokenizer([*TEXTS, ""], truncation=True)["input_ids"]: assert tokenizer.convert_ids_to_tokens(row[-1]) == eos and len(row) <= 128
+    for row in tokenizer([*TEXTS, ""], truncation=True)["input_ids"]:
+        assert tokenizer.convert_ids_to_tokens(row[-1]) == eos and len(row) <= 128
     special = SpecialVocab(tmp_path/"out")
-    assert special.add_special_token["eos"] is True and special.special_token_ids["eos"] == tokenizer.convert_tokens_to_ids(eos)
+    assert (special.add_special_token["eos"] is True
+            and special.special_token_ids["eos"] == tokenizer.convert_tokens_to_ids(eos))
     assert special.add_special_token.get("bos", False) == (family != "qwen2.5")
 
 
@@ -130,7 +146,8 @@ def test_another_eos_than_the_tokenizers_own(tmp_path):
     export(model, tmp_path/"out")
     assert check(model, tmp_path/"out")["same"]
     special = SpecialVocab(tmp_path/"out")
-    assert special.add_special_token["eos"] and special.special_token_ids["eos"] == AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|endoftext|>")
+    assert (special.add_special_token["eos"]
+            and special.special_token_ids["eos"] == AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|endoftext|>"))
 
 
 @pytest.mark.parametrize("pooling", ["eos", "last", "mean", "weighted_mean", "first"])
@@ -141,7 +158,8 @@ def test_poolings_both_ways(tmp_path, pooling, bidirectional):
     found = check(model, tmp_path/"out")
     assert found["same"] and found["largest"] < 2e-6
     config = read(tmp_path/"out/config.json")
-    assert (config.get("is_causal") is False, config.get("use_bidirectional_attention", False)) == (bidirectional, bidirectional)
+    assert (config.get("is_causal") is False, config.get("use_bidirectional_attention", False)) == (bidirectional,
+                                                                                                    bidirectional)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "qwen3"])
@@ -156,13 +174,17 @@ def test_other_models_look_both_ways_too(tmp_path, kind):
 def test_what_another_library_saved_goes_through(tmp_path):
     "An encoder, with its own prompts, and vectors of any length."
     shutil.copytree(resolve_model("minilm"), tmp_path/"m")
-    (tmp_path/"m/config_sentence_transformers.json").write_text(json.dumps(dict(prompts={"query": "question: ", "all": "text: "}, default_prompt_name="all")))
-    (tmp_path/"m/modules.json").write_text(json.dumps([part for part in read(tmp_path/"m/modules.json") if "Normalize" not in part["type"]]))
+    (tmp_path/"m/config_sentence_transformers.json").write_text(json.dumps(dict(prompts={"query": "question: ",
+                                                                                         "all": "text: "},
+                                                                                default_prompt_name="all")))
+    (tmp_path/"m/modules.json").write_text(json.dumps([part for part in read(tmp_path/"m/modules.json")
+                                                       if "Normalize" not in part["type"]]))
     export(str(tmp_path/"m"), tmp_path/"out")
     old, new = peer_of(tmp_path/"m"), peer_of(tmp_path/"out")
     for name in ("encode", "encode_query"): assert abs(getattr(old, name)(SHORT) - getattr(new, name)(SHORT)).max() == 0
     assert files_of(tmp_path/"out")[1] == []
-    assert not (tmp_path/"out/model.safetensors").is_symlink() and readers(tmp_path/"out")["tei"] == dict(reads=BY_RULES, note="")
+    assert (not (tmp_path/"out/model.safetensors").is_symlink()
+            and readers(tmp_path/"out")["tei"] == dict(reads=BY_RULES, note=""))
 
 
 # ---- prompts ----
@@ -173,13 +195,17 @@ TRAINED = dict(recipe=dict(instructions="paper"), data=dict(fever={}, allnli={})
 def test_prompts_are_the_instructions_of_training(tmp_path):
     model = checkpoint(tmp_path/"m", said=TRAINED)
     written = export(model, tmp_path/"out")["prompts"]
-    assert written["query"] == "Given a web search query, retrieve relevant passages that answer the query; " and set(written) == {"query", "document", "fever", "allnli", "allnli_2"}
+    assert (written["query"] == "Given a web search query, retrieve relevant passages that answer the query; "
+            and set(written) == {"query", "document", "fever", "allnli", "allnli_2"})
     assert check(model, tmp_path/"out")["other_tokens"] == 0
     peer, ours, again = peer_of(tmp_path/"out"), AnchorEmbedder.from_pretrained(model), AnchorEmbedder.from_pretrained(str(tmp_path/"out"))
     instruction = "Given a claim, retrieve documents that support or refute the claim"
-    np.testing.assert_allclose(peer.encode(SHORT, prompt_name="fever"), ours.encode_query(SHORT, instruction), atol=1e-6)
-    for name in ("encode", "encode_query", "encode_document"): np.testing.assert_allclose(getattr(again, name)(SHORT), getattr(peer, name)(SHORT), atol=1e-6)
-    np.testing.assert_allclose(again.encode(SHORT, prompt_name="fever"), peer.encode(SHORT, prompt_name="fever"), atol=1e-6)
+    np.testing.assert_allclose(peer.encode(SHORT, prompt_name="fever"), ours.encode_query(SHORT, instruction),
+                               atol=1e-6)
+    for name in ("encode", "encode_query", "encode_document"):
+        np.testing.assert_allclose(getattr(again, name)(SHORT), getattr(peer, name)(SHORT), atol=1e-6)
+    np.testing.assert_allclose(again.encode(SHORT, prompt_name="fever"), peer.encode(SHORT, prompt_name="fever"),
+                               atol=1e-6)
     np.testing.assert_allclose(again.encode_query(SHORT, instruction), ours.encode_query(SHORT, instruction), atol=1e-6)
 
 
@@ -194,25 +220,34 @@ def test_an_export_of_an_export_is_the_same(tmp_path):
 def test_documents_that_begin_with_something(tmp_path):
     "A plain `encode` writes it too, in ours and in theirs."
     model = checkpoint(tmp_path/"m")
-    layout = resolve_layout(AutoTokenizer.from_pretrained(model), max_length=128, document_format="passage: {text}", instruction_format="{instruction}: {text}")
+    layout = resolve_layout(AutoTokenizer.from_pretrained(model), max_length=128, document_format="passage: {text}",
+                            instruction_format="{instruction}: {text}")
     save_layout(model, layout)
     export(model, tmp_path/"out", query="question")
-    assert read(tmp_path/"out/config_sentence_transformers.json") == dict(prompts=dict(document="passage: ", query="question: "), default_prompt_name="document", similarity_fn_name="cosine")
+    assert read(tmp_path/"out/config_sentence_transformers.json") == dict(prompts=dict(document="passage: ",
+                                                                                       query="question: "),
+                                                                          default_prompt_name="document",
+                                                                          similarity_fn_name="cosine")
     assert check(model, tmp_path/"out")["same"]
-    np.testing.assert_allclose(peer_of(tmp_path/"out").encode(SHORT), AnchorEmbedder.from_pretrained(model).encode(SHORT), atol=1e-6)
+    np.testing.assert_allclose(peer_of(tmp_path/"out").encode(SHORT),
+                               AnchorEmbedder.from_pretrained(model).encode(SHORT), atol=1e-6)
 
 
 # ---- weights ----
 
 def test_types_heads_and_old_names(tmp_path):
-    model = checkpoint(tmp_path/"m", dtype=torch.bfloat16, tie_word_embeddings=False, rope_parameters=dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64))
+    model = checkpoint(tmp_path/"m", dtype=torch.bfloat16, tie_word_embeddings=False,
+                       rope_parameters=dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
+                                            high_freq_factor=4.0, original_max_position_embeddings=64))
     assert export(model, tmp_path/"out")["dtype"] == "bfloat16" and check(model, tmp_path/"out")["same"]
     config = read(tmp_path/"out/config.json")
-    assert (config["torch_dtype"], config["rope_theta"], config["rope_scaling"]["rope_type"], config["rope_scaling"]["factor"]) == ("bfloat16", 5e5, "llama3", 8.0)
+    assert (config["torch_dtype"], config["rope_theta"], config["rope_scaling"]["rope_type"],
+            config["rope_scaling"]["factor"]) == ("bfloat16", 5e5, "llama3", 8.0)
     assert config["architectures"] == ["LlamaModel"] and "rope_scaling" in readers(tmp_path/"out")["tei"]["note"]
     export(model, tmp_path/"head", head=True, dtype="float32")
     assert check(model, tmp_path/"head")["largest"] < 1e-6
-    kept, before = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight for folder in (tmp_path/"head", model)]
+    kept, before = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
+                    for folder in (tmp_path/"head", model)]
     assert torch.equal(kept, before) and read(tmp_path/"head/config.json")["architectures"] == ["LlamaForCausalLM"]
     assert files_of(tmp_path/"head")[1] == []
 
@@ -223,13 +258,16 @@ def test_shorter_embeddings_are_named(tmp_path):
     config = read(tmp_path/"out/config.json")
     assert config["is_matryoshka"] and config["matryoshka_dimensions"] == [8, 16, 32]
     ours = AnchorEmbedder.from_pretrained(model).encode(SHORT, truncate_dim=8)
-    np.testing.assert_allclose(peer_of(tmp_path/"out").encode(SHORT, truncate_dim=8, normalize_embeddings=True), ours, atol=1e-6)
+    np.testing.assert_allclose(peer_of(tmp_path/"out").encode(SHORT, truncate_dim=8, normalize_embeddings=True), ours,
+                               atol=1e-6)
 
 
 def snapshot(folder, base, **said):
     "An adapter with weights, on a base, as a snapshot of stage II is saved."
     from peft import LoraConfig, get_peft_model
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8,
+                                                                                    target_modules="all-linear",
+                                                                                    task_type="CAUSAL_LM"))
     for name, weight in adapted.named_parameters():
         if "lora_B" in name: torch.nn.init.normal_(weight, std=0.1)
     adapted.save_pretrained(folder)
@@ -244,11 +282,13 @@ def test_an_adapter_alone_and_merged(tmp_path):
     model = snapshot(tmp_path/"snapshots/step-5", base)
     export(model, tmp_path/"merged")
     export(model, tmp_path/"adapter", adapter=True)
-    for name in ("merged", "adapter"): assert check(model, tmp_path/name)["largest"] < 2e-6 and check(model, tmp_path/name)["same"]
-    assert abs(peer_of(tmp_path/"adapter").encode(SHORT) - AnchorEmbedder.from_pretrained(base).encode(SHORT)).max() > 1e-3
+    for name in ("merged", "adapter"):
+        assert check(model, tmp_path/name)["largest"] < 2e-6 and check(model, tmp_path/name)["same"]
+    assert ((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((abs(peer_of(tmp_path/"adapter").encode(SHORT) - AnchorEmbedder.from_pretrained(base).encode(SHORT)).max() > 1e-3))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
     assert not (tmp_path/"adapter/model.safetensors").exists() and not (tmp_path/"adapter/config.json").exists()
     assert [files_of(tmp_path/name)[1] for name in ("merged", "adapter")] == [[], []] # an upload takes all of it
-    np.testing.assert_allclose(AnchorEmbedder.from_pretrained(str(tmp_path/"adapter")).encode(SHORT), AnchorEmbedder.from_pretrained(model).encode(SHORT), atol=1e-6)
+    np.testing.assert_allclose(AnchorEmbedder.from_pretrained(str(tmp_path/"adapter")).encode(SHORT),
+                               AnchorEmbedder.from_pretrained(model).encode(SHORT), atol=1e-6)
     found = {name: known["reads"] for name, known in readers(tmp_path/"adapter", dict(same=True)).items()}
     assert found == {"sentence-transformers": COMPARED, "vllm": NOT_READ, "tei": NOT_READ, "llama.cpp": NOT_READ}
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path/"merged").rglob("*.json"))
@@ -256,12 +296,14 @@ def test_an_adapter_alone_and_merged(tmp_path):
 
 def test_a_run_of_stage_two_and_its_snapshot(tmp_path):
     "As training leaves them: the finished model merged, the snapshot as an adapter; nothing says where they were made."
-    run(recipe(Stage2, tmp_path/"run", steps=2, negatives=2, lora_rank=4, snapshot_steps=1, instructions="corpora", matryoshka_dims=[16]))
+    run(recipe(Stage2, tmp_path/"run", steps=2, negatives=2, lora_rank=4, snapshot_steps=1, instructions="corpora",
+               matryoshka_dims=[16]))
     written = export(str(tmp_path/"run"), tmp_path/"merged")["prompts"]
     assert set(written) == {"query", "document", "toy"} and written["query"] == written["toy"] != ""
     assert read(tmp_path/"merged/config.json")["matryoshka_dimensions"] == [16, 64]
     export(str(tmp_path/"run/snapshots/step-1"), tmp_path/"adapter", adapter=True)
-    assert check(str(tmp_path/"run"), tmp_path/"merged")["same"] and check(str(tmp_path/"run/snapshots/step-1"), tmp_path/"adapter")["same"]
+    assert check(str(tmp_path/"run"), tmp_path/"merged")["same"] and check(str(tmp_path/"run/snapshots/step-1"),
+                                                                           tmp_path/"adapter")["same"]
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path/"merged").rglob("*.json"))
 
 
@@ -274,19 +316,22 @@ def test_tokens_to_pool_over_stay_before_eos(tmp_path):
     marked.save_pretrained(tmp_path/"m")
     export(str(tmp_path/"m"), tmp_path/"out")
     assert check(str(tmp_path/"m"), tmp_path/"out")["same"]
-    with pytest.raises(ValueError, match="pooling=tokens is known to anchor_nb only"): export(str(tmp_path/"m"), tmp_path/"no", pooling="tokens")
+    with pytest.raises(ValueError, match="pooling=tokens is known to anchor_nb only"):
+        export(str(tmp_path/"m"), tmp_path/"no", pooling="tokens")
 
 
 # ---- what is refused, and what is left behind ----
 
 @pytest.mark.parametrize("said, words, message", [
-    (dict(pooling="content_mean"), {}, "pooling=content_mean is known to anchor_nb only; other libraries pool eos, last, mean"),
+    (dict(pooling="content_mean"), {}, "pooling=content_mean is known to anchor_nb only; other libraries pool eos, "
+                                       "last, mean"),
     (dict(pooling="echo_mean"), {}, "pooling=echo_mean"),
     ({}, dict(dtype="int8"), "dtype='int8'; there are float32, bfloat16, float16"),
     ({}, dict(adapter=True), "has whole weights and no adapter; export it without adapter"),
     ({}, dict(query="find " * 99), "leaves no room for the text"),
     ({}, dict(adapter=True, head=True), "leave dtype and head out"),
-    (dict(said=dict(recipe=dict(instructions="gone.yaml"), data=dict(a={}))), {}, "in gone.yaml, which is gone; give prompts")])
+    (dict(said=dict(recipe=dict(instructions="gone.yaml"), data=dict(a={}))), {}, "in gone.yaml, which is gone; give "
+                                                                                  "prompts")])
 def test_what_cannot_be_exported_leaves_nothing(tmp_path, said, words, message):
     model = checkpoint(tmp_path/"m", **said)
     with pytest.raises(ValueError, match=re.escape(message)): export(model, tmp_path/"out", **words)
@@ -304,11 +349,13 @@ def test_a_model_that_cuts_eos_is_exported_when_asked(tmp_path):
 def test_adapters_that_need_more_than_their_base_says(tmp_path):
     base = checkpoint(tmp_path/"base")
     model = snapshot(tmp_path/"run/snapshots/step-5", base, bidirectional=True, pooling="mean")
-    with pytest.raises(ValueError, match="does not say that the model looks both ways"): export(model, tmp_path/"out", adapter=True)
+    with pytest.raises(ValueError, match="does not say that the model looks both ways"):
+        export(model, tmp_path/"out", adapter=True)
     export(model, tmp_path/"merged")
     assert check(model, tmp_path/"merged")["same"]
     shutil.copytree(base, tmp_path/"run/model")
-    with pytest.raises(ValueError, match="the run's adapters are its snapshots, such as .*step-5"): export(str(tmp_path/"run"), tmp_path/"out", adapter=True)
+    with pytest.raises(ValueError, match="the run's adapters are its snapshots, such as .*step-5"):
+        export(str(tmp_path/"run"), tmp_path/"out", adapter=True)
 
 
 def test_another_folder_is_never_replaced_and_half_of_one_never_left(tmp_path, monkeypatch):
@@ -317,7 +364,8 @@ def test_another_folder_is_never_replaced_and_half_of_one_never_left(tmp_path, m
     (tmp_path/"out").mkdir()
     with pytest.raises(ValueError, match="out exists; choose another out"): export(model, tmp_path/"out")
     (tmp_path/"out").rmdir()
-    def full(*arguments, **keywords): raise OSError(28, "No space left on device")
+    def full(*arguments, **keywords):
+        raise OSError(28, "No space left on device")
     monkeypatch.setattr(module, "write_parts", full)
     with pytest.raises(OSError, match="the disk is full"): export(model, tmp_path/"out")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

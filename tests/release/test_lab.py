@@ -19,7 +19,8 @@ from anchor_nb.models.resolve import resolve_model
 from anchor_nb.release.lab import copy_notebooks, lab_command, notebook_files
 
 NO_QUESTIONS = {"@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-                "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"}}  # or cells out of sight are not in the page
+                # or cells out of sight are not in the page
+                "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"}}
 TOKEN = "a-token-for-this-test"
 
 
@@ -50,10 +51,14 @@ def lab(folder):
         file = home/"settings"/f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
-    places = {f"JUPYTER_{name.upper()}_DIR": str(home/name) for name in ("config", "data", "runtime")} | dict(JUPYTERLAB_SETTINGS_DIR=str(home/"settings"), JUPYTERLAB_WORKSPACES_DIR=str(home/"workspaces"), IPYTHONDIR=str(home/"ipython"))
+    places = {f"JUPYTER_{name.upper()}_DIR": str(home/name) for name in ("config", "data",
+                                                                         "runtime")} | dict(JUPYTERLAB_SETTINGS_DIR=str(home/"settings"), JUPYTERLAB_WORKSPACES_DIR=str(home/"workspaces"), IPYTHONDIR=str(home/"ipython"))
     quiet = dict(JUPYTER_PREFER_ENV_PATH="1", OMP_NUM_THREADS="1", PYDEVD_DISABLE_FILE_VALIDATION="1")
-    words = lab_command(folder, port, browser=False, arguments=["--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}", "--allow-root"])
-    with open(home/"log", "w") as log: server = subprocess.Popen(words, env=os.environ | places | quiet, stdout=log, stderr=subprocess.STDOUT, cwd=home)
+    words = lab_command(folder, port, browser=False, arguments=["--ServerApp.port_retries=0",
+                                                                f"--IdentityProvider.token={TOKEN}", "--allow-root"])
+    with open(home/"log", "w") as log:
+        server = subprocess.Popen(words, env=os.environ | places | quiet, stdout=log, stderr=subprocess.STDOUT,
+                                  cwd=home)
     try:
         address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 180
         while not reachable(f"{address}/api") and time.monotonic() < deadline and server.poll() is None: time.sleep(0.2)
@@ -66,8 +71,11 @@ def lab(folder):
 
 def test_whatever_a_tutorial_reads_is_copied_with_it():
     names, root = notebook_files(), Path(__file__).resolve().parent.parent.parent/"nbs/tutorials"
-    read = {found for path in root.glob("*.ipynb") for found in re.findall(r'["\']\.\./((?:results|benchmarks)/[\w./-]+)', path.read_text().replace('\\"', '"'))}
-    assert len(read) > 2 and not (missing := [found for found in read if not any(name.startswith(found) for name in names)]), missing
+    read = {found for path in root.glob("*.ipynb")
+            for found in re.findall(r'["\']\.\./((?:results|benchmarks)/[\w./-]+)', path.read_text().replace('\\"',
+                                                                                                             '"'))}
+    assert len(read) > 2 and not (missing := [found for found in read if not any(name.startswith(found)
+                                                                                 for name in names)]), missing
 
 
 def test_an_installed_copy_offers_the_same_files(tmp_path, monkeypatch):
@@ -109,14 +117,17 @@ def test_a_stage_notebook_runs_in_jupyterlab(lab, folder, open_page):
         page.screenshot(path=Path(shots)/"lab-widget.png")
     figure = page.locator(".jp-OutputArea-output img").first.bounding_box()
     assert figure["width"] > 200 and figure["height"] > 100
-    assert not page.locator('[data-mime-type="application/vnd.jupyter.error"], [data-mime-type="application/vnd.jupyter.stderr"]').all_inner_texts()
+    assert not page.locator('[data-mime-type="application/vnd.jupyter.error"], '
+                            '[data-mime-type="application/vnd.jupyter.stderr"]').all_inner_texts()
     shown = [text for text in page.evaluate("window.seen") if text.startswith("Stage1:")]
     assert len(shown) > 2 and "30/30" in shown[-1] and "loss" in shown[-1], shown
     page.keyboard.press("Control+s")
     deadline = time.monotonic() + 30
-    while "image/png" not in (text := (folder/"stages/stage1.ipynb").read_text(encoding="utf-8")) and time.monotonic() < deadline: time.sleep(0.2)
+    while "image/png" not in (text := (folder/"stages/stage1.ipynb").read_text(encoding="utf-8")) and time.monotonic() < deadline:
+        time.sleep(0.2)
     outputs = [output for cell in nbformat.reads(text, 4).cells for output in cell.get("outputs", [])]
-    assert any("image/png" in output.get("data", {}) for output in outputs) and not any(output.output_type == "error" for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs) and not any(output.output_type == "error"
+                                                                                        for output in outputs)
     assert len((folder/"stages/runs/smoke/stage1/metrics.jsonl").read_text().splitlines()) == 30
 
 

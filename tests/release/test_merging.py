@@ -28,8 +28,11 @@ def vectors(seed, count, size): return torch.randn(count, size, generator=torch.
 def test_two_tensors_are_merged_as_the_slow_formula_says(seed, size, t, scale):
     a, b = vectors(seed, 2, size).double().float()
     b = b*scale
-    np.testing.assert_allclose(slerp([a, b], [1 - t, t]).numpy(), slerp_slowly(a.double().tolist(), b.double().tolist(), t), rtol=1e-4, atol=1e-4*float(max(a.norm(), b.norm())))
-    np.testing.assert_allclose(slerp([a, b], [1 - t, t]).numpy(), slerp([b, a], [t, 1 - t]).numpy(), rtol=1e-4, atol=1e-5*scale + 1e-5)
+    np.testing.assert_allclose(slerp([a, b], [1 - t, t]).numpy(), slerp_slowly(a.double().tolist(), b.double().tolist(),
+                                                                               t), rtol=1e-4,
+                               atol=1e-4*float(max(a.norm(), b.norm())))
+    np.testing.assert_allclose(slerp([a, b], [1 - t, t]).numpy(), slerp([b, a], [t, 1 - t]).numpy(), rtol=1e-4,
+                               atol=1e-5*scale + 1e-5)
 
 
 @settings(deadline=None)
@@ -44,7 +47,8 @@ def test_an_arc_keeps_the_length_and_a_chord_does_not_lengthen(seed, size, t):
 @given(st.integers(0, 10**6), st.integers(2, 5), st.sampled_from(list(METHODS)))
 def test_one_model_with_all_the_weight_is_the_result(seed, count, method):
     tensors = list(vectors(seed, count, 7))
-    for k in range(count): torch.testing.assert_close(METHODS[method](tensors, [float(k == n) for n in range(count)]), tensors[k])
+    for k in range(count):
+        torch.testing.assert_close(METHODS[method](tensors, [float(k == n) for n in range(count)]), tensors[k])
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,8 @@ def pair(tmp_path_factory):
         shutil.copytree(resolve_model("tiny"), folder/name)
         weights = load_file(folder/name/"model.safetensors")
         draw = torch.Generator().manual_seed(k)
-        save_file({key: value + 0.02*k*torch.randn(value.shape, generator=draw) for key, value in weights.items()}, folder/name/"model.safetensors", metadata=dict(format="pt"))
+        save_file({key: value + 0.02*k*torch.randn(value.shape, generator=draw) for key, value in weights.items()},
+                  folder/name/"model.safetensors", metadata=dict(format="pt"))
     return folder
 
 
@@ -65,8 +70,10 @@ def merged(pair, out, *names, **given): return merge_models([str(pair/name) for 
 @settings(deadline=None, max_examples=6)
 @given(data=st.data())
 def test_weights_and_policies_do_what_they_say(data, pair, tmp_path_factory):
-    weight, most, out = data.draw(st.floats(0, 1)), data.draw(st.integers(1000, 10**6)), tmp_path_factory.mktemp("out")/"m"
-    policy = data.draw(st.dictionaries(st.sampled_from(["*embed*", "*.0.*", "*norm*", "*mlp*"]), st.sampled_from(["first", "second", "linear", [0.1, 0.9]]), max_size=3))
+    weight, most, out = data.draw(st.floats(0, 1)), data.draw(st.integers(1000,
+                                                                          10**6)), tmp_path_factory.mktemp("out")/"m"
+    policy = data.draw(st.dictionaries(st.sampled_from(["*embed*", "*.0.*", "*norm*", "*mlp*"]),
+                                       st.sampled_from(["first", "second", "linear", [0.1, 0.9]]), max_size=3))
     merged(pair, out, "a", "b", weights=[1 - weight, weight], policy=policy, shard_bytes=most)
     a, b = (load_file(pair/name/"model.safetensors") for name in "ab")
     found = {key: value for file in out.glob("*.safetensors") for key, value in load_file(file).items()}
@@ -85,9 +92,11 @@ def test_a_model_in_many_files_is_read(pair, tmp_path):
     merge_models([str(pair/"a"), str(tmp_path/"many")], str(tmp_path/"both"))
     assert len(list((tmp_path/"many").glob("*.safetensors"))) > 5
     assert load_file(tmp_path/"both/model.safetensors").keys() == load_file(tmp_path/"out/model.safetensors").keys()
-    for name, value in load_file(tmp_path/"both/model.safetensors").items(): torch.testing.assert_close(value, load_file(tmp_path/"out/model.safetensors")[name])
+    for name, value in load_file(tmp_path/"both/model.safetensors").items():
+        torch.testing.assert_close(value, load_file(tmp_path/"out/model.safetensors")[name])
     next((tmp_path/"many").glob("model-00003*")).unlink()
-    with pytest.raises(FileNotFoundError, match="model-00003.*which its index names"): merge_models([str(pair/"a"), str(tmp_path/"many")], str(tmp_path/"again"))
+    with pytest.raises(FileNotFoundError, match="model-00003.*which its index names"):
+        merge_models([str(pair/"a"), str(tmp_path/"many")], str(tmp_path/"again"))
 
 
 def grown(pair, folder):
@@ -103,7 +112,8 @@ def grown(pair, folder):
 def test_a_grown_vocabulary_is_refused_or_let_through(pair, tmp_path):
     larger = grown(pair, tmp_path/"larger")
     for models in ([str(pair/"a"), larger], [larger, str(pair/"a")]):
-        with pytest.raises(ValueError, match="token '<extra>' is in one of .* missing=copy"): merge_models(models, str(tmp_path/"out"))
+        with pytest.raises(ValueError, match="token '<extra>' is in one of .* missing=copy"):
+            merge_models(models, str(tmp_path/"out"))
         merge_models(models, str(tmp_path/"out"), missing="copy")
         config, weights = json.loads((tmp_path/"out/config.json").read_text()), load_file(tmp_path/"out/model.safetensors")
         table, theirs, own = weights["model.embed_tokens.weight"], load_file(Path(larger)/"model.safetensors")["model.embed_tokens.weight"], load_file(pair/"a/model.safetensors")["model.embed_tokens.weight"]
@@ -118,10 +128,12 @@ def test_a_missing_tensor_is_no_zero(pair, tmp_path):
     weights = load_file(tmp_path/"c/model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({key: value for key, value in weights.items() if key != name}, tmp_path/"c/model.safetensors")
-    with pytest.raises(ValueError, match=f"{name} is in .* and not in .*c; missing=copy"): merge_models([str(pair/"a"), str(tmp_path/"c")], str(tmp_path/"out"))
+    with pytest.raises(ValueError, match=f"{name} is in .* and not in .*c; missing=copy"):
+        merge_models([str(pair/"a"), str(tmp_path/"c")], str(tmp_path/"out"))
     for method in METHODS:
         merge_models([str(pair/"a"), str(tmp_path/"c")], str(tmp_path/"out"), method=method, missing="copy")
-        torch.testing.assert_close(load_file(tmp_path/"out/model.safetensors")[name], load_file(pair/"a/model.safetensors")[name])
+        torch.testing.assert_close(load_file(tmp_path/"out/model.safetensors")[name],
+                                   load_file(pair/"a/model.safetensors")[name])
 
 
 def test_what_does_not_belong_together_is_refused(pair, tmp_path):
@@ -130,53 +142,71 @@ def test_what_does_not_belong_together_is_refused(pair, tmp_path):
         path = tmp_path/name/"config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
         return str(tmp_path/name)
-    cases = [("model_type is 'llama' in .* and 'mistral'", [str(pair/"a"), changed("kind", model_type="mistral")]), ("is_causal is None in .* and False", [str(pair/"a"), changed("both", is_causal=False)]),
+    cases = [("model_type is 'llama' in .* and 'mistral'", [str(pair/"a"), changed("kind", model_type="mistral")]),
+             ("is_causal is None in .* and False", [str(pair/"a"), changed("both", is_causal=False)]),
              ("name two or more", [str(pair/"a")]), ("no model folder './nowhere'", [str(pair/"a"), "./nowhere"])]
     for message, models in cases:
         with pytest.raises((ValueError, OSError), match=message): merge_models(models, str(tmp_path/"out"))
     shutil.copytree(pair/"b", tmp_path/"wide")
     weights = load_file(tmp_path/"wide/model.safetensors")
-    save_file({key: value[..., :3].contiguous() if "mlp.up" in key else value for key, value in weights.items()}, tmp_path/"wide/model.safetensors")
+    save_file({key: value[..., :3].contiguous() if "mlp.up" in key else value for key, value in weights.items()},
+              tmp_path/"wide/model.safetensors")
     for missing in ("error", "copy"):
-        with pytest.raises(ValueError, match=r"mlp.up_proj.weight is \[128, 64\] in"): merge_models([str(pair/"a"), str(tmp_path/"wide")], str(tmp_path/"out"), missing=missing)
+        with pytest.raises(ValueError, match=r"mlp.up_proj.weight is \[128, 64\] in"):
+            merge_models([str(pair/"a"), str(tmp_path/"wide")], str(tmp_path/"out"), missing=missing)
     (tmp_path/"adapter").mkdir()
     (tmp_path/"adapter/adapter_config.json").write_text(json.dumps(dict(base_model_name_or_path="tiny")))
-    with pytest.raises(ValueError, match="is an adapter; merge it into its base first"): merge_models([str(pair/"a"), str(tmp_path/"adapter")], str(tmp_path/"out"))
+    with pytest.raises(ValueError, match="is an adapter; merge it into its base first"):
+        merge_models([str(pair/"a"), str(tmp_path/"adapter")], str(tmp_path/"out"))
     assert not (tmp_path/"out").exists()
     (tmp_path/"mine").mkdir()
     with pytest.raises(ValueError, match="not made by a merge"): merged(pair, tmp_path/"mine", "a", "b")
 
 
 def test_embedders_that_make_vectors_in_different_ways_are_refused(pair, tmp_path):
-    facts = dict(layout=dict(head="", tail="</s>", eos="</s>"), pooling="eos", stage="stage2", base="tiny", data=dict(toy={}), recipe=dict(seed=1))
+    facts = dict(layout=dict(head="", tail="</s>", eos="</s>"), pooling="eos", stage="stage2", base="tiny",
+                 data=dict(toy={}), recipe=dict(seed=1))
     def saying(name, source="b", **changes):
         shutil.copytree(pair/source, tmp_path/name)
         (tmp_path/name/"anchor_nb.json").write_text(json.dumps(facts | changes))
         (tmp_path/name/"facts.json").write_text("{}")
         return str(tmp_path/name)
     first = saying("first", "a")
-    for name, changes, message in [("mean", dict(pooling="mean"), "anchor_nb.json: pooling is 'eos' in .*first and 'mean' in .*mean; merge embedders"), ("both", dict(bidirectional=True), "bidirectional is False in .* and True"),
-                                   ("plain", dict(layout=facts["layout"] | dict(instruction_format="{instruction} {text}")), "layout.instruction_format is '{instruction}; {text}' in"),
-                                   ("long", dict(normalize=False), "normalize is True in"), ("asked", dict(prompts=dict(query="q: ")), "prompts is {} in")]:
-        with pytest.raises(ValueError, match=message): merge_models([first, saying(name, **changes)], str(tmp_path/"out"))
+    for name, changes, message in [("mean", dict(pooling="mean"), "anchor_nb.json: pooling is 'eos' in .*first and "
+                                                                  "'mean' in .*mean; merge embedders"),
+                                   ("both", dict(bidirectional=True), "bidirectional is False in .* and True"),
+                                   ("plain", dict(layout=facts["layout"]
+                                                  | dict(instruction_format="{instruction} {text}")),
+                                    "layout.instruction_format is '{instruction}; {text}' in"),
+                                   ("long", dict(normalize=False), "normalize is True in"),
+                                   ("asked", dict(prompts=dict(query="q: ")), "prompts is {} in")]:
+        with pytest.raises(ValueError, match=message):
+            merge_models([first, saying(name, **changes)], str(tmp_path/"out"))
     (tmp_path/"theirs").mkdir()
     shutil.copytree(pair/"b", tmp_path/"theirs", dirs_exist_ok=True)
     (tmp_path/"theirs/modules.json").write_text("[]")
-    with pytest.raises(ValueError, match="of kind anchor_nb and .* of kind sentence-transformers"): merge_models([first, str(tmp_path/"theirs")], str(tmp_path/"out"))
-    same = saying("same", layout=facts["layout"] | dict(template="chat", max_length=64), bidirectional=False, prompts={}, recipe=dict(seed=2)) # what is said and what is meant by silence
+    with pytest.raises(ValueError, match="of kind anchor_nb and .* of kind sentence-transformers"):
+        merge_models([first, str(tmp_path/"theirs")], str(tmp_path/"out"))
+    same = saying("same", layout=facts["layout"] | dict(template="chat", max_length=64), bidirectional=False,
+                  prompts={}, recipe=dict(seed=2)) # what is said and what is meant by silence
     for models in ([first, same], [str(pair/"b"), first]): # the base of an embedder says nothing and goes with it
         merge_models(models, str(tmp_path/"out"))
-        assert json.loads((tmp_path/"out/anchor_nb.json").read_text()) == dict(layout=facts["layout"], pooling="eos") and not (tmp_path/"out/facts.json").exists()
+        assert json.loads((tmp_path/"out/anchor_nb.json").read_text()) == dict(layout=facts["layout"],
+                                                                               pooling="eos") and not (tmp_path/"out/facts.json").exists()
     merge_models([same, first], str(tmp_path/"out"))
-    assert json.loads((tmp_path/"out/anchor_nb.json").read_text()).keys() == {"layout", "pooling", "bidirectional", "prompts"}
+    assert json.loads((tmp_path/"out/anchor_nb.json").read_text()).keys() == {"layout", "pooling", "bidirectional",
+                                                                              "prompts"}
 
 
 @pytest.mark.parametrize("given, message", [
-    (dict(weights=[0.5, -0.5, 1], method="slerp"), r"weights=\[0.5, -0.5, 1\]: slerp needs weights of 0 or more; take method=linear"),
+    (dict(weights=[0.5, -0.5, 1], method="slerp"), r"weights=\[0.5, -0.5, 1\]: slerp needs weights of 0 or more; take "
+                                                   r"method=linear"),
     (dict(weights=[0.5, -0.5, 1], policy={"*norm*": "slerp"}), "slerp needs weights of 0 or more"),
     (dict(method="slerp", policy={"*norm*": [0.5, -0.5, 1]}), r"policy '\*norm\*': .* slerp needs weights"),
     (dict(policy={"*norm*": ["a", 1, 0]}), r"policy '\*norm\*' holds 'a', which is no finite number; write numbers"),
-    (dict(weights=[float("inf"), 0, 0]), "weights holds inf"), (dict(policy={"*norms*": "first"}), r"policy '\*norms\*' fits none of the .* tensors.*leave it out"),
+    (dict(weights=[float("inf"), 0, 0]), "weights holds inf"), (dict(policy={"*norms*": "first"}),
+                                                                r"policy '\*norms\*' fits none of the .* "
+                                                                r"tensors.*leave it out"),
 ])
 def test_weights_and_policies_that_do_nothing_or_harm_are_refused(pair, tmp_path, given, message):
     with pytest.raises(ValueError, match=message): merged(pair, tmp_path/"out", "a", "b", "a", **given)
@@ -186,7 +216,8 @@ def test_weights_and_policies_that_do_nothing_or_harm_are_refused(pair, tmp_path
 def test_a_model_is_subtracted(pair, tmp_path):
     merged(pair, tmp_path/"out", "a", "b", "a", weights=[0.5, -0.5, 1], policy={"*norm*": "first"})
     a, b = (load_file(pair/name/"model.safetensors") for name in "ab")
-    for name, value in load_file(tmp_path/"out/model.safetensors").items(): torch.testing.assert_close(value, a[name] if "norm" in name else 1.5*a[name] - 0.5*b[name])
+    for name, value in load_file(tmp_path/"out/model.safetensors").items():
+        torch.testing.assert_close(value, a[name] if "norm" in name else 1.5*a[name] - 0.5*b[name])
 
 
 def test_a_folder_of_sentence_transformers_stays_one(pair, tmp_path):
@@ -204,7 +235,8 @@ def test_a_failed_merge_leaves_what_was_there(pair, tmp_path, monkeypatch):
     merged(pair, tmp_path/"out", "a", "b")
     before = (tmp_path/"out/model.safetensors").read_bytes()
     import anchor_nb.release.merging as merging
-    def full(*_, **__): raise OSError(28, "No space left on device")
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
     monkeypatch.setattr(merging, "save_file", full)
     with pytest.raises(OSError, match="the disk is full"): merged(pair, tmp_path/"out", "b", "a")
     assert (tmp_path/"out/model.safetensors").read_bytes() == before
@@ -220,10 +252,12 @@ def test_the_stages_of_a_run_are_merged_and_scored(tmp_path):
     found = {}
     for name in ("stage1", "anchor", "soup"):
         embedder = AnchorEmbedder.from_pretrained(str(tmp_path/name))
-        scores = embedder.encode_query(list(task.queries.values()), task.instruction) @ embedder.encode_document(list(task.corpus.values())).T
+        scores = embedder.encode_query(list(task.queries.values()),
+                                       task.instruction) @ embedder.encode_document(list(task.corpus.values())).T
         place = {number: k for k, number in enumerate(task.corpus)}
         own = np.array([[place[d] for d in relevant(judged)][0] for judged in task.qrels.values()])
         found[name] = embedder.encode(TEXTS), (scores > scores[np.arange(len(own)), own][:, None]).sum(1).mean()
-    assert all((found["soup"][0]*found[name][0]).sum() > (found["stage1"][0]*found["anchor"][0]).sum() - 1e-4 for name in ("stage1", "anchor"))
+    assert all((found["soup"][0]*found[name][0]).sum() > (found["stage1"][0]*found["anchor"][0]).sum() - 1e-4
+               for name in ("stage1", "anchor"))
     low, high = sorted(found[name][1] for name in ("stage1", "anchor"))
     assert low - 3 <= found["soup"][1] <= high + 3 # mean rank of the answer among 80 documents

@@ -19,7 +19,8 @@ from anchor_nb.inference.search import open_index
 from anchor_nb.release.serving import HEADERS, Limits, Ranker, app, find_corpus, listen, running, serve
 from browser import PHONE, chromium, open_page  # noqa: F401 (fixtures)
 
-ATTACKS = ["<img src=x onerror=\"window.hit = 1\">", "</p><script>window.hit = 2</script>", "<svg/onload=window.hit=3>", "{{7*7}} ${window.hit = 4} <!-- &amp; -->"]
+ATTACKS = ["<img src=x onerror=\"window.hit = 1\">", "</p><script>window.hit = 2</script>", "<svg/onload=window.hit=3>",
+           "{{7*7}} ${window.hit = 4} <!-- &amp; -->"]
 WRITTEN = "<b>the vector</b> of a " # + the question: shows that it is put in as text, and whose it is
 LIMITS = Limits(query_characters=300, hits=20, shown_characters=500, body_bytes=4000, waiting=2)
 
@@ -28,11 +29,14 @@ LIMITS = Limits(query_characters=300, hits=20, shown_characters=500, body_bytes=
 def corpus(tmp_path_factory):
     "An evaluation set whose texts are partly markup; the first question has a relevant text."
     folder = tmp_path_factory.mktemp("corpus")
-    animals = ["A cat sleeps in the sun all day", "The dog barks at the postman", "Two rabbits with brown ears", "Three sheep with white wool", "A stubborn goat with one horn",
+    animals = ["A cat sleeps in the sun all day", "The dog barks at the postman", "Two rabbits with brown ears",
+               "Three sheep with white wool", "A stubborn goat with one horn",
                "A long text about a bird that talks. " * 40, "", "half a letter \ud800 here"]
-    documents = [dict(_id=f"d{n}", title="", text=text) for n, text in enumerate(animals + ATTACKS)] + [dict(_id=ATTACKS[0], text="its id is markup")]
+    documents = [dict(_id=f"d{n}", title="", text=text)
+                 for n, text in enumerate(animals + ATTACKS)] + [dict(_id=ATTACKS[0], text="its id is markup")]
     (folder/"corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
-    (folder/"queries.jsonl").write_text("".join(json.dumps(dict(_id=f"q{n}", text=text)) + "\n" for n, text in enumerate(["Who sleeps?", "Who has wool?"])))
+    (folder/"queries.jsonl").write_text("".join(json.dumps(dict(_id=f"q{n}", text=text)) + "\n"
+                                                for n, text in enumerate(["Who sleeps?", "Who has wool?"])))
     (folder/"qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq0\td0\t1\nq1\td3\t1\n")
     (folder/"task.json").write_text(json.dumps(dict(name="animals <i>", instruction="find animals")))
     return find_corpus(str(folder))
@@ -41,7 +45,8 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rankers(corpus):
     one, other = AnchorEmbedder.from_pretrained("tiny"), AnchorEmbedder.from_pretrained("tiny", pooling="mean")
-    return [Ranker("first <b>model</b>", open_index(one, corpus.path), [dict(stage="stage1")]), Ranker("second", open_index(other, corpus.path))]
+    return [Ranker("first <b>model</b>", open_index(one, corpus.path), [dict(stage="stage1")]),
+            Ranker("second", open_index(other, corpus.path))]
 
 
 @pytest.fixture(autouse=True)
@@ -57,31 +62,47 @@ def url(rankers, corpus):
 # ---- the server ----
 
 def test_a_search_is_what_the_vectors_say(url, rankers):
-    found = httpx.post(f"{url}/api/search", json=dict(query=" who sleeps ", instruction="find animals", k=13)).json()["models"]
+    found = httpx.post(f"{url}/api/search", json=dict(query=" who sleeps ", instruction="find animals",
+                                                      k=13)).json()["models"]
     for ranker, answer, other in zip(rankers, found, found[::-1]):
         scores = ranker.index.vectors @ ranker.index.embedder.encode_query(["who sleeps"], "find animals")[0]
-        assert [hit["id"] for hit in answer["hits"]] == [ranker.index.ids[row] for row in np.argsort(-scores, kind="stable")]
+        assert [hit["id"] for hit in answer["hits"]] == [ranker.index.ids[row] for row in np.argsort(-scores,
+                                                                                                     kind="stable")]
         np.testing.assert_allclose([hit["score"] for hit in answer["hits"]], np.sort(scores)[::-1], atol=1e-4)
         there = {hit["id"]: (hit["rank"], hit["score"]) for hit in other["hits"]}
-        assert all(there[hit["id"]] == (hit["elsewhere"]["rank"], hit["elsewhere"]["score"]) for hit in answer["hits"]), "all 13 are on both sides"
-    assert [[hit["id"] for hit in answer["hits"]] for answer in found][0] != [[hit["id"] for hit in answer["hits"]] for answer in found][1], "else this test could not see sides mixed up"
+        assert all(there[hit["id"]] == (hit["elsewhere"]["rank"], hit["elsewhere"]["score"])
+                   for hit in answer["hits"]), "all 13 are on both sides"
+    assert [[hit["id"] for hit in answer["hits"]] for answer in found][0] != [[hit["id"] for hit in answer["hits"]]
+                                                                              for answer in found][1], "else this test could not see sides mixed up"
 
 
 def test_only_known_questions_have_relevant_texts(url):
-    relevant = lambda query: {hit["id"] for answer in httpx.post(f"{url}/api/search", json=dict(query=query, k=20)).json()["models"] for hit in answer["hits"] if hit["judged"]}
+    relevant = lambda query: {hit["id"] for answer in httpx.post(f"{url}/api/search",
+                                                                 json=dict(query=query, k=20)).json()["models"]
+                              for hit in answer["hits"] if hit["judged"]}
     assert relevant("Who has wool?") == {"d3"} and relevant("Who has wool") == set()
 
 
 def test_long_and_broken_texts_are_sent_short_and_whole(url):
     hits = httpx.post(f"{url}/api/search", json=dict(query="bird", k=20)).json()["models"][0]["hits"]
     texts = {hit["id"]: hit["text"] for hit in hits}
-    assert len(texts["d5"]) == 500 and texts["d5"].endswith("…") and texts["d7"] == "half a letter ? here" and texts["d6"] == ""
+    assert (len(texts["d5"]) == 500 and texts["d5"].endswith("…") and texts["d7"] == "half a letter ? here"
+            and texts["d6"] == "")
 
 
-HOSTILE = [(b'{"query": ""}', 422, "query"), (b'{"query": "   "}', 422, "query"), (b'{"query": "' + b"x"*301 + b'"}', 422, "at most 300 characters"), (b'{"query": "x", "instruction": "' + b"x"*301 + b'"}', 422, "instruction"),
-           (b'{"query": "x", "k": 0}', 422, "k"), (b'{"query": "x", "k": 21}', 422, "less than or equal to 20"), (b'{"query": "x", "k": 1e99}', 422, "k"), (b'{"query": "x", "k": NaN}', 422, "k"), (b'{"query": "x", "k": true, "z": 1}', 422, ""),
-           (b'{"query": ["x"]}', 422, "query"), (b'{"query": null}', 422, "query"), (b'{"query": "\\ud800"}', 422, "query"), (b'{}', 422, "query"), (b'[]', 422, ""), (b'', 422, ""), (b'{', 422, "JSON"),
-           (b'\xff\xfe', 422, ""), (b'{"query": "\xff"}', 400, ""), (b'['*3900, 400, ""), (b'{"query": "x", "more": 1}', 422, "more"), (b'{"query": "x"' + b" "*4000 + b'}', 413, "4000 bytes")]
+HOSTILE = [(b'{"query": ""}', 422, "query"), (b'{"query": "   "}', 422, "query"), (b'{"query": "' + b"x"*301 + b'"}',
+                                                                                   422, "at most 300 characters"),
+           (b'{"query": "x", "instruction": "' + b"x"*301 + b'"}', 422, "instruction"),
+           (b'{"query": "x", "k": 0}', 422, "k"), (b'{"query": "x", "k": 21}', 422, "less than or equal to 20"),
+           (b'{"query": "x", "k": 1e99}', 422, "k"), (b'{"query": "x", "k": NaN}', 422, "k"), (b'{"query": "x", "k": '
+                                                                                               b'true, "z": 1}', 422,
+                                                                                               ""),
+           (b'{"query": ["x"]}', 422, "query"), (b'{"query": null}', 422, "query"), (b'{"query": "\\ud800"}', 422,
+                                                                                     "query"), (b'{}', 422, "query"),
+           (b'[]', 422, ""), (b'', 422, ""), (b'{', 422, "JSON"),
+           (b'\xff\xfe', 422, ""), (b'{"query": "\xff"}', 400, ""), (b'['*3900, 400, ""), (b'{"query": "x", "more": '
+                                                                                           b'1}', 422, "more"),
+           (b'{"query": "x"' + b" "*4000 + b'}', 413, "4000 bytes")]
 
 
 @pytest.mark.parametrize("path", ["/api/search", "/api/decode"])
@@ -89,36 +110,47 @@ def test_bad_requests_get_a_message_and_no_more(url, path):
     for body, status, words in HOSTILE:
         if path == "/api/decode" and b'"k"' in body: continue
         answer = httpx.post(url + path, content=body, headers={"Content-Type": "application/json"})
-        assert (answer.status_code, list(answer.json())) == (status, ["error"]) and words in answer.json()["error"], (body[:60], answer.text)
+        assert (answer.status_code, list(answer.json())) == (status,
+                                                             ["error"]) and words in answer.json()["error"], (body[:60],
+                                                                                                              answer.text)
         assert len(answer.text) < 300 and "Traceback" not in answer.text
 
 
 def test_a_body_whose_length_is_not_said_is_counted(url):
     endless = (b"x"*1000 for _ in range(50))
-    assert httpx.post(f"{url}/api/search", content=endless, headers={"Content-Type": "application/json"}).status_code == 413
+    assert httpx.post(f"{url}/api/search", content=endless,
+                      headers={"Content-Type": "application/json"}).status_code == 413
 
 
 def test_other_sites_cannot_ask_in_a_browsers_name(url):
     "A form or fetch of another page comes without JSON's type or first asks with OPTIONS; a name that was pointed here is not ours."
-    assert httpx.post(f"{url}/api/search", content=b'{"query": "x"}', headers={"Content-Type": "text/plain"}).status_code == 422
-    preflight = httpx.options(f"{url}/api/search", headers={"Origin": "http://elsewhere.example", "Access-Control-Request-Method": "POST"})
-    assert preflight.status_code == 405 and not [name for name in preflight.headers if name.startswith("access-control")]
-    for name in ("elsewhere.example", "127.0.0.1.elsewhere.example", "[", ""): assert httpx.get(f"{url}/health", headers={"Host": name}).status_code in (400, 421)
+    assert httpx.post(f"{url}/api/search", content=b'{"query": "x"}',
+                      headers={"Content-Type": "text/plain"}).status_code == 422
+    preflight = httpx.options(f"{url}/api/search", headers={"Origin": "http://elsewhere.example",
+                                                            "Access-Control-Request-Method": "POST"})
+    assert preflight.status_code == 405 and not [name for name in preflight.headers
+                                                 if name.startswith("access-control")]
+    for name in ("elsewhere.example", "127.0.0.1.elsewhere.example", "[", ""):
+        assert httpx.get(f"{url}/health", headers={"Host": name}).status_code in (400, 421)
     assert httpx.get(f"{url}/health", headers={"Host": "localhost:1"}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/icon.svg", "/health", "/api/about", "/missing", "/../serving.py", "/%2e%2e/serving.py", "/..%2fserving.py", "/docs", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/icon.svg", "/health", "/api/about", "/missing",
+                                  "/../serving.py", "/%2e%2e/serving.py", "/..%2fserving.py", "/docs", "/openapi.json"])
 def test_every_answer_has_the_headers(url, path):
     answer = httpx.get(url + path)
     assert {name: answer.headers[name] for name in HEADERS} == HEADERS and "server" not in answer.headers
-    if not re.fullmatch(r"/(page\.\w+|icon\.svg|health|api/about)?", path): assert (answer.status_code, list(answer.json())) == (404, ["error"])
+    if not re.fullmatch(r"/(page\.\w+|icon\.svg|health|api/about)?", path):
+        assert (answer.status_code, list(answer.json())) == (404, ["error"])
 
 
 def test_a_fault_of_ours_tells_nothing(url, monkeypatch):
-    def fails(*_): raise OSError("/secret/place")
+    def fails(*_):
+        raise OSError("/secret/place")
     monkeypatch.setattr(serving, "search", fails)
     answer = httpx.post(f"{url}/api/search", json=dict(query="x"))
-    assert answer.status_code == 500 and list(answer.json()) == ["error"] and "secret" not in answer.text and answer.headers["X-Frame-Options"] == "DENY"
+    assert (answer.status_code == 500 and list(answer.json()) == ["error"] and "secret" not in answer.text
+            and answer.headers["X-Frame-Options"] == "DENY")
 
 
 def test_one_computes_some_wait_and_the_rest_are_sent_away(url, monkeypatch):
@@ -138,7 +170,8 @@ def test_one_computes_some_wait_and_the_rest_are_sent_away(url, monkeypatch):
             gate.set()
             return healthy, await asyncio.gather(*asked)
     healthy, answers = asyncio.run(crowd())
-    assert healthy.status_code == 200 and most == [1], "the server answers while a model computes, and computes one at a time"
+    assert healthy.status_code == 200 and most == [1], ("the server answers while a model computes, and computes one "
+                                                        "at a time")
     assert sorted(answer.status_code for answer in answers) == [200]*3 + [503]*5
     busy = next(answer for answer in answers if answer.status_code == 503)
     assert "Retry-After" in busy.headers and "too many" in busy.json()["error"]
@@ -159,8 +192,10 @@ def test_the_page_loads_nothing_from_elsewhere():
 
 def test_faults_are_told_before_a_model_is_loaded(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(serving, "open_rankers", lambda *_, **__: pytest.fail("a model was loaded"))
-    with listen(port=0) as taken, pytest.raises(ValueError, match="Address already in use; give another port"): serve(["tiny"], "toy", port=taken.getsockname()[1])
-    with pytest.raises(FileNotFoundError, match="nothing.jsonl is not there"): serve(["tiny"], str(tmp_path/"nothing.jsonl"), port=0)
+    with listen(port=0) as taken, pytest.raises(ValueError, match="Address already in use; give another port"):
+        serve(["tiny"], "toy", port=taken.getsockname()[1])
+    with pytest.raises(FileNotFoundError, match="nothing.jsonl is not there"):
+        serve(["tiny"], str(tmp_path/"nothing.jsonl"), port=0)
     with pytest.raises(ValueError, match="3 models"): serve(["tiny"]*3, "toy", port=0)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(RuntimeError, match=r'pip install "anchor_nb\[serve\]"'): serve(["tiny"], "toy", port=0)
@@ -170,12 +205,14 @@ def test_what_was_encoded_is_kept(corpus, tmp_path, monkeypatch):
     first = serving.open_rankers(["tiny"], corpus, keep=str(tmp_path/"kept"))[0]
     monkeypatch.setattr(AnchorEmbedder, "encode_document", lambda *_, **__: pytest.fail("the corpus was encoded again"))
     again = serving.open_rankers(["tiny"], corpus, keep=str(tmp_path/"kept"))[0]
-    assert (first.index.vectors == again.index.vectors).all() and [path.name for path in (tmp_path/"kept").iterdir()] == ["tiny"]
+    assert (first.index.vectors == again.index.vectors).all() and [path.name
+                                                                   for path in (tmp_path/"kept").iterdir()] == ["tiny"]
 
 
 def test_an_open_address_is_warned_of(monkeypatch, capsys):
     class Loaded(Exception): pass
-    def stop(*_, **__): raise Loaded
+    def stop(*_, **__):
+        raise Loaded
     monkeypatch.setattr(serving, "open_rankers", stop)
     for host, warned in (("127.0.0.1", False), ("0.0.0.0", True)):
         with pytest.raises(Loaded): serve(["tiny"], "toy", host=host, port=0)
@@ -184,12 +221,16 @@ def test_an_open_address_is_warned_of(monkeypatch, capsys):
 
 def test_from_a_shell_until_it_is_interrupted():
     import signal
-    process = subprocess.Popen([sys.executable, "-c", "from anchor_nb.release.serving import serve; serve(['tiny'], 'toy', port=0)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", "from anchor_nb.release.serving import serve; serve(['tiny'], "
+                                                      "'toy', port=0)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
     try:
         line = process.stdout.readline()
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+  toy, 86 texts, tiny; Ctrl-C ends it\n", line), line + process.stderr.read()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+  toy, 86 texts, tiny; Ctrl-C ends it\n",
+                            line), line + process.stderr.read()
         about = httpx.get(line.split()[0] + "/api/about").json()
-        assert about["models"] == [dict(name="tiny", about="64 dimensions", writes=False, takes_instruction=True)] and about["documents"] == 86
+        assert about["models"] == [dict(name="tiny", about="64 dimensions", writes=False,
+                                        takes_instruction=True)] and about["documents"] == 86
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
     finally:
@@ -201,7 +242,8 @@ def test_from_a_shell_until_it_is_interrupted():
 def question(page, text):
     page.fill("#query", text)
     page.press("#query", "Enter")
-    page.wait_for_selector("body:not(.busy) :is(.hit, #message:not([hidden]))") # no wait_for_function: it evaluates strings, which the page's policy forbids
+    # no wait_for_function: it evaluates strings, which the page's policy forbids
+    page.wait_for_selector("body:not(.busy) :is(.hit, #message:not([hidden]))")
 
 
 def test_a_typed_question_shows_both_rankings(open_page, url, rankers):
@@ -213,15 +255,19 @@ def test_a_typed_question_shows_both_rankings(open_page, url, rankers):
     for ranker, column in zip(rankers, columns.all()):
         scores = ranker.index.vectors @ ranker.index.embedder.encode_query(["a cat sleeps"], "find animals")[0]
         best = np.argsort(-scores, kind="stable")[:5]
-        assert [item.get_attribute("data-id") for item in column.locator(".hit").all()] == [ranker.index.ids[row] for row in best]
-        assert column.locator(".value.own").all_inner_texts() == [f"{round(float(scores[row]), 6):.3f}".replace("-", "\N{MINUS SIGN}") for row in best]
+        assert [item.get_attribute("data-id") for item in column.locator(".hit").all()] == [ranker.index.ids[row]
+                                                                                            for row in best]
+        assert column.locator(".value.own").all_inner_texts() == [f"{round(float(scores[row]), 6):.3f}".replace("-",
+                                                                                                                "\N{MINUS SIGN}") for row in best]
     left, right = [column.bounding_box() for column in columns.all()]
     assert left["x"] + left["width"] < right["x"] and left["y"] == right["y"]
     assert page.locator(".memory").count() == 1, "only the first model writes"
     page.wait_for_selector(".memory:not(.waiting)")
     assert page.inner_text(".memory blockquote") == WRITTEN + "a cat sleeps"
-    both = set.intersection(*[{item.get_attribute("data-id") for item in column.locator(".hit").all()} for column in columns.all()])
-    assert page.locator("#results path").count() == len(both) and f"{len(both)} of the first 5 the same" in page.inner_text("#status")
+    both = set.intersection(*[{item.get_attribute("data-id") for item in column.locator(".hit").all()}
+                              for column in columns.all()])
+    assert (page.locator("#results path").count() == len(both)
+            and f"{len(both)} of the first 5 the same" in page.inner_text("#status"))
 
 
 def test_markup_in_texts_ids_and_names_is_shown_as_text(open_page, url):
@@ -232,7 +278,8 @@ def test_markup_in_texts_ids_and_names_is_shown_as_text(open_page, url):
     page.wait_for_selector(".memory:not(.waiting)")
     shown = page.locator(".column").first.locator(".text").all_inner_texts()
     assert all(attack in shown for attack in ATTACKS) and ATTACKS[0] in page.locator(".id").all_inner_texts()
-    assert page.evaluate("window.hit") is None and page.locator("#results img, #results script, #results b, #results svg[onload]").count() == 0
+    assert page.evaluate("window.hit") is None and page.locator("#results img, #results script, #results b, #results "
+                                                                "svg[onload]").count() == 0
     page.goto(url + "/#q=" + "%3Cimg%20src%3Dx%20onerror%3D%22window.hit%3D7%22%3E")
     page.reload()
     page.wait_for_selector(".hit")
@@ -244,7 +291,8 @@ def test_too_long_a_question_is_told(open_page, url):
     page.fill("#query", "x"*301)
     assert page.inner_text("#room") == "301 of 300 characters"
     question(page, "x"*301)
-    assert page.inner_text("#message") == "The question is too long: it may have 300 characters." and page.locator(".hit").count() == 0
+    assert (page.inner_text("#message") == "The question is too long: it may have 300 characters."
+            and page.locator(".hit").count() == 0)
     question(page, "x"*300)
     assert page.is_hidden("#message") and page.locator(".hit").count() == 10
 
@@ -310,8 +358,11 @@ def test_all_of_it_without_a_mouse(open_page, url):
     page.wait_for_selector("#welcome:not([hidden])")
     assert page.evaluate("document.activeElement.id") == "query"
     question(page, "a bird that talks")
-    at = lambda: page.evaluate("(item => item && [[...document.querySelectorAll('.column')].indexOf(item.closest('.column')), item.dataset.id])(document.activeElement.closest('.hit'))")
-    ids = [[item.get_attribute("data-id") for item in column.locator(".hit").all()] for column in page.locator(".column").all()]
+    at = lambda: page.evaluate("(item => item && "
+                               "[[...document.querySelectorAll('.column')].indexOf(item.closest('.column')), "
+                               "item.dataset.id])(document.activeElement.closest('.hit'))")
+    ids = [[item.get_attribute("data-id") for item in column.locator(".hit").all()]
+           for column in page.locator(".column").all()]
     page.keyboard.press("ArrowDown")
     assert at() == [0, ids[0][0]]
     page.keyboard.press("ArrowDown")
@@ -325,7 +376,8 @@ def test_all_of_it_without_a_mouse(open_page, url):
     question(page, "a bird")
     page.locator(".hit[data-id=d5]").first.focus()
     page.keyboard.press("Enter")
-    assert page.locator(".hit.whole").count() == 1 and page.evaluate("document.activeElement.querySelector('.more').ariaExpanded") == "true"
+    assert (page.locator(".hit.whole").count() == 1
+            and page.evaluate("document.activeElement.querySelector('.more').ariaExpanded") == "true")
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.id") == "query"
 
@@ -339,7 +391,9 @@ def test_on_a_phone_nothing_sticks_out_and_one_switches(open_page, url, scheme):
     visible = lambda: [column.is_visible() for column in page.locator(".column").all()]
     assert visible() == [True, False]
     page.click("#switch button >> nth=1")
-    assert visible() == [False, True] and page.locator("#switch button").evaluate_all("all => all.map(one => one.ariaPressed)") == ["false", "true"]
+    assert visible() == [False, True] and page.locator("#switch button").evaluate_all("all => all.map(one => "
+                                                                                      "one.ariaPressed)") == ["false",
+                                                                                                              "true"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -51,7 +51,8 @@ def before_each_step(what):
 def at_step(number, what): return before_each_step(lambda trainer, step: what(trainer) if step == number else None)
 
 
-def fail(trainer): raise RuntimeError("pulled the plug")
+def fail(trainer):
+    raise RuntimeError("pulled the plug")
 
 
 def assert_goes_on(settings, whole, step):
@@ -75,7 +76,9 @@ def poison_gradient(trainer):
 
 @pytest.mark.parametrize("what, name", [(poison_weights, "loss is nan"), (poison_gradient, "norm of the gradient is")])
 def test_not_a_number_names_its_rows_and_keeps_the_good_checkpoint(what, name, settings, whole):
-    with at_step(6, what), pytest.raises(NotFinite, match=f"the {name}.* in step 6, whose batch is 8 rows of toy: .*lower learning_rate"): train(settings)
+    with at_step(6, what), pytest.raises(NotFinite, match=f"the {name}.* in step 6, whose batch is 8 rows of toy: "
+                                                          ".*lower learning_rate"):
+        train(settings)
     batch = check_inputs(settings).batches(5)
     assert json.loads(Path(settings.out, "not_finite.json").read_text())["rows"] == batch.rows.tolist()
     assert [c.name for c in checkpoints(settings.out)] == ["checkpoint-2", "checkpoint-4"]
@@ -93,18 +96,23 @@ def flip(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage, name", [(shorten, "optimizer.pt"), (flip, "model.safetensors"), (Path.unlink, "scheduler.pt"), (shorten, "files.json"), (Path.unlink, "files.json")])
+@pytest.mark.parametrize("damage, name", [(shorten, "optimizer.pt"), (flip, "model.safetensors"),
+                                          (Path.unlink, "scheduler.pt"), (shorten, "files.json"),
+                                          (Path.unlink, "files.json")])
 def test_a_damaged_checkpoint_is_named_and_left_aside(damage, name, settings, whole):
     with at_step(8, fail), pytest.raises(RuntimeError, match="plug"): train(settings)
     damage(checkpoints(settings.out)[-1]/name)
-    with pytest.warns(UserWarning, match=f"checkpoint-6 is damaged and is left aside.*{name}"): assert_goes_on(settings, whole, 5)
+    with pytest.warns(UserWarning, match=f"checkpoint-6 is damaged and is left aside.*{name}"):
+        assert_goes_on(settings, whole, 5)
 
 
 def test_without_a_good_checkpoint_the_run_starts_over(settings, whole):
     with at_step(8, fail), pytest.raises(RuntimeError, match="plug"): train(settings)
     for folder in checkpoints(settings.out): flip(folder/"optimizer.pt")
     with pytest.warns(UserWarning) as said: assert_goes_on(settings, whole, 1)
-    assert {name for name in ("checkpoint-4", "checkpoint-6") if any(name in str(one.message) for one in said)} == {"checkpoint-4", "checkpoint-6"}
+    assert {name for name in ("checkpoint-4", "checkpoint-6") if any(name in str(one.message)
+                                                                     for one in said)} == {"checkpoint-4",
+                                                                                           "checkpoint-6"}
 
 
 @pytest.mark.parametrize("damage", [shorten, flip])
@@ -125,7 +133,8 @@ def small_disk(tmp_path):
     "A disk of some megabytes; skips where nobody may mount one."
     folder = tmp_path/"disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True) if sys.platform == "linux" else None
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder],
+                             capture_output=True) if sys.platform == "linux" else None
     if not mounted or mounted.returncode: pytest.skip("a disk can only be mounted on Linux, by root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
@@ -134,8 +143,11 @@ def small_disk(tmp_path):
 def test_a_full_disk(small_disk, whole):
     "A real one: the checkpoint that does not fit is not there, the one before is whole, and the error says what to do."
     settings, ballast = recipe(Stage1, small_disk/"run", **USUAL), small_disk/"ballast"
-    def fill(trainer): ballast.write_bytes(bytes(os.statvfs(small_disk).f_bavail*os.statvfs(small_disk).f_frsize - 200_000))
-    with at_step(6, fill), pytest.raises(OSError, match="disk is full: checkpoint-6 could not be written.*free some space") as caught: train(settings)
+    def fill(trainer):
+        ballast.write_bytes(bytes(os.statvfs(small_disk).f_bavail*os.statvfs(small_disk).f_frsize - 200_000))
+    with at_step(6, fill), pytest.raises(OSError, match="disk is full: checkpoint-6 could not be written.*free some "
+                                                        "space") as caught:
+        train(settings)
     assert caught.value.errno == errno.ENOSPC
     assert [c.name for c in checkpoints(settings.out)] == ["checkpoint-2", "checkpoint-4"]
     ballast.unlink()
@@ -144,8 +156,10 @@ def test_a_full_disk(small_disk, whole):
 
 def test_a_full_disk_by_another_name(settings, whole, monkeypatch):
     "Where no disk can be mounted: a library's own error for the same."
-    def full(*args, **kwargs): raise OSError(errno.ENOSPC, "No space left on device")
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is full: checkpoint-2 could not be written"):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is full: checkpoint-2 could not be "
+                                                                      "written"):
         patch.setattr(torch, "save", full)
         train(settings)
     assert not checkpoints(settings.out)
@@ -175,14 +189,18 @@ def test_want_of_memory_halves_the_budget_once_and_goes_on(settings, whole, monk
 
 def test_want_of_memory_twice_is_an_error(settings, monkeypatch):
     out_of_memory(monkeypatch, 2)
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*max_length"): launch(train, settings, run_dir=settings.out)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*max_length"):
+        launch(train, settings, run_dir=settings.out)
 
 
 # ---- signals ----
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_writes_a_last_checkpoint(number, settings, whole):
-    with at_step(5, lambda trainer: os.kill(os.getpid(), number)), pytest.raises(Stopped, match=f"stopped by {number.name} after step 5 .*same command"): train(settings)
+    with at_step(5, lambda trainer: os.kill(os.getpid(), number)), pytest.raises(Stopped,
+                                                                                 match=f"stopped by {number.name} "
+                                                                                       "after step 5 .*same command"):
+        train(settings)
     assert checkpoints(settings.out)[-1].name == "checkpoint-5"
     assert_goes_on(settings, whole, 6)
 

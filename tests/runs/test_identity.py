@@ -17,7 +17,8 @@ from anchor_nb.core.recipe import RECIPES, Stage2
 NEEDED = dict(mine=dict(data="hf:o/n", out="out"), evaluate=dict(tasks=["SciFact"], out="out"),
               analyse=dict(a="org/a", b="org/b", data="hf:o/n", out="out"),
               stage2=dict(margin="absolute"))
-OPTIONS = dict(mteb_dict=lambda path: {"ours": dict(model="org/base", adapter=path)}, of_labels=lambda path: {"model": path, "b": [path]})
+OPTIONS = dict(mteb_dict=lambda path: {"ours": dict(model="org/base", adapter=path)},
+               of_labels=lambda path: {"model": path, "b": [path]})
 
 
 def rewrite(path, text):
@@ -103,7 +104,8 @@ def test_a_checkpoint_of_other_inputs_is_not_gone_on_from(tmp_path, changed):
     (tmp_path/"checkpoint-2"/"anchor_nb.json").write_text(json.dumps(facts))
     check_same_run(made, {}, beside)
     (tmp_path/"checkpoint-2"/"anchor_nb.json").write_text(json.dumps(facts | {"engine": {"training": 0}}))
-    with pytest.raises(ValueError, match="another content of instructions" if changed == "instructions" else "trains otherwise"):
+    with pytest.raises(ValueError, match="another content of instructions" if changed == "instructions"
+                       else "trains otherwise"):
         check_same_run(made, {}, dict(instructions="cd") if changed == "instructions" else beside)
 
 
@@ -135,17 +137,20 @@ def test_content_is_read_again_however_the_file_was_replaced(tmp_path):
 
 
 def plan(tmp_path, **base):
-    base = {"prepare.corpora": [], "stage1.data": "hf:o/n", "stage2.data": "hf:o/n", "evaluate.tasks": ["SciFact"]} | base
+    base = {"prepare.corpora": [], "stage1.data": "hf:o/n", "stage2.data": "hf:o/n",
+            "evaluate.tasks": ["SciFact"]} | base
     nodes, _ = sweeps.plan_sweep(dict(preset="smoke", base=base, seeds=[], arms={}, grid=[]), tmp_path/"root")
     return {node.stage: name for name, node in nodes.items()}
 
 
-@pytest.mark.parametrize("address, first", [("stage2.guide", "stage2"), ("stage1.instructions", "stage1"), ("evaluate.tasks", "evaluate")])
+@pytest.mark.parametrize("address, first", [("stage2.guide", "stage2"), ("stage1.instructions", "stage1"),
+                                            ("evaluate.tasks", "evaluate")])
 def test_a_sweep_planned_twice_in_one_process_sees_what_changed(tmp_path, address, first):
     kind = dict(inputs_of(RECIPES[first](**NEEDED.get(first, {}))))
     kind = next(f for f in fields(RECIPES[first]) if f.name == address.partition(".")[2]).metadata["reads"]
     path, decisive = behind(kind, tmp_path/"input")
-    said = {address: [str(path)] if address == "evaluate.tasks" else str(path)} | ({"stage2.margin": "absolute"} if first == "stage2" else {})
+    said = {address: [str(path)] if address == "evaluate.tasks" else str(path)} | ({"stage2.margin": "absolute"}
+                                                                                   if first == "stage2" else {})
     before = plan(tmp_path, **said)
     rewrite(decisive, decisive.read_text().replace("one", "two"))
     after = plan(tmp_path, **said)
@@ -158,7 +163,8 @@ def test_a_ledger_shows_what_was_asked_for_last(tmp_path):
     root, arm = tmp_path/"root", sweeps.Arm("mine", (), {}, 1)
     def node(name, value):
         out = root/name
-        row = dict(label="mine", step=0, task="wiki", metric="ndcg_at_10", value=value, seed=0, training_seed=1, data="cut", main=True)
+        row = dict(label="mine", step=0, task="wiki", metric="ndcg_at_10", value=value, seed=0, training_seed=1,
+                   data="cut", main=True)
         ledger.append_rows(out/"ledger.jsonl", [row])
         return sweeps.Node(name, "evaluate", dict(out=str(out)), ())
     a, b = node("evaluate-a", 0.4), node("evaluate-b", 0.6)
@@ -185,8 +191,10 @@ def test_scores_are_those_of_this_engine(tmp_path):
     found = {}
     for source in ("bm25", "tiny"):
         candidate = evaluation.Candidate(source, source, library=evaluation.library_of(source))
-        encoder = evaluation.load(candidate, evaluation.revision(candidate), instructions={task.metadata.name: "Find it"})
-        found |= {f"{source} {name}": value for name, value in measurement.evaluate_task(encoder, task, tmp_path).metrics.items()}
+        encoder = evaluation.load(candidate, evaluation.revision(candidate),
+                                  instructions={task.metadata.name: "Find it"})
+        found |= {f"{source} {name}": value for name, value in measurement.evaluate_task(encoder, task,
+                                                                                         tmp_path).metrics.items()}
     check_pinned("scoring", "toy", [found[name] for name in sorted(found)], abs=1e-4)
 
 
@@ -201,8 +209,10 @@ def test_what_lies_in_the_root_of_a_sweep_and_is_no_node_counts_with_its_content
     plans = []
     for text in ("wiki: one\n", "wiki: two\n"):
         path.write_text(text)
-        base = {"prepare.corpora": [], "stage1.data": "hf:o/n", "stage2.data": "hf:o/n", "evaluate.tasks": ["SciFact"]} | said
-        plans.append(list(sweeps.plan_sweep(dict(preset="smoke", base=base, seeds=[], arms={}, grid=[]), path.parent)[0]))
+        base = {"prepare.corpora": [], "stage1.data": "hf:o/n", "stage2.data": "hf:o/n",
+                "evaluate.tasks": ["SciFact"]} | said
+        plans.append(list(sweeps.plan_sweep(dict(preset="smoke", base=base, seeds=[], arms={}, grid=[]),
+                                            path.parent)[0]))
     assert plans[0] != plans[1]
 
 
@@ -231,11 +241,13 @@ def test_tables_show_the_model_that_a_label_stands_for_now(tmp_path):
     "A trained model takes the label of an untrained one, and gives it back; runs with other seeds stand beside each other."
     from anchor_nb.evaluation.tables import comparable
     def row(value, step, manifest, seed):
-        return dict(label="m", step=step, task="wiki", metric="ndcg_at_10", value=value, seed=0, training_seed=seed, data="cut", main=True,
+        return dict(label="m", step=step, task="wiki", metric="ndcg_at_10", value=value, seed=0, training_seed=seed,
+                    data="cut", main=True,
                     manifest=manifest, queries=1, documents=1)
     untrained, trained, other = row(0.1, 0, "", None), row(0.5, 6, "a/run.json", 1), row(0.6, 6, "b/run.json", 2)
     book = tmp_path/"ledger.jsonl"
-    for wanted, shown in (([untrained], [0.1]), ([trained], [0.5]), ([untrained], [0.1]), ([trained, other], [0.5, 0.6])):
+    for wanted, shown in (([untrained], [0.1]), ([trained], [0.5]), ([untrained], [0.1]),
+                          ([trained, other], [0.5, 0.6])):
         ledger.append_rows(book, ledger.to_restate(ledger.read_rows(book) if book.exists() else [], wanted))
         assert [each["value"] for each in comparable(ledger.read_rows(book))] == shown
 

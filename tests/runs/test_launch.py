@@ -31,7 +31,8 @@ def sum_of_ranks(start):
 
 
 def fail_on(rank):
-    if int(os.environ["RANK"]) == rank: raise ValueError(f"row 7 is bad, says {rank}")
+    if int(os.environ["RANK"]) == rank:
+        raise ValueError(f"row 7 is bad, says {rank}")
     time.sleep(60)
 
 
@@ -49,7 +50,8 @@ def wait_for(condition, seconds=30):
 
 
 def test_spawned_processes_give_the_same_as_forked_ones(tmp_path):
-    results = {method: launch(sum_of_ranks, 5, processes=2, run_dir=tmp_path, start_method=method) for method in ("spawn", "fork")}
+    results = {method: launch(sum_of_ranks, 5, processes=2, run_dir=tmp_path, start_method=method)
+               for method in ("spawn", "fork")}
     assert [result["total"] for result in results.values()] == [11.0, 11.0]
     assert results["fork"]["threads"] == 1, "more would hang after a fork"
     assert not (tmp_path/"launch").exists()
@@ -88,11 +90,13 @@ def needs_less(folder):
 
 def test_ranks_that_lack_memory_are_started_once_more(tmp_path, capsys):
     assert launch(needs_less, str(tmp_path), processes=2, run_dir=tmp_path) == "150"
-    assert "rank 1 failed first: MemoryError: out of memory with 300 tokens\nstarted once more with half the tokens" in capsys.readouterr().out
+    assert ((("rank 1 failed first: MemoryError: out of memory with 300 tokens\nstarted once more with half the "
+              "tokens" in capsys.readouterr().out)))
 
 
 def test_several_nodes_have_to_know_where_they_meet(tmp_path):
-    with pytest.raises(ValueError, match="nodes=2, but nobody says where they meet; give main_address or .*MASTER_ADDR"):
+    with pytest.raises(ValueError, match="nodes=2, but nobody says where they meet; give main_address or "
+                                         ".*MASTER_ADDR"):
         launch(sum_of_ranks, 1, run_dir=tmp_path, nodes=2, node_rank=0)
     with pytest.raises(ValueError, match="node_rank=2 of nodes=2; number the nodes from 0 to 1"):
         launch(sum_of_ranks, 1, run_dir=tmp_path, nodes=2, node_rank=2, main_address="127.0.0.1")
@@ -114,7 +118,8 @@ launch(sleep, sys.argv[1], processes=2, run_dir=sys.argv[1])
 @pytest.mark.skipif(sys.platform != "linux", reason="the tie to the parent is Linux's")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
 def test_no_process_outlives_its_kernel(tmp_path, how):
-    parent = subprocess.Popen([sys.executable, "-c", SLEEPERS, tmp_path], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    parent = subprocess.Popen([sys.executable, "-c", SLEEPERS, tmp_path], stderr=subprocess.DEVNULL,
+                              stdout=subprocess.DEVNULL)
     pids = lambda: [int(path.read_text() or 0) for path in (tmp_path/"0", tmp_path/"1") if path.exists()]
     wait_for(lambda: len(pids()) == 2 and all(pids()))
     assert all(map(alive, pids()))
@@ -136,14 +141,16 @@ if result["total"] == 21.0: print("sum 21.0\\n", end="", flush=True)
 def test_the_same_call_runs_under_torchrun(tmp_path):
     script = tmp_path/"script.py"
     script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+                "--rdzv-endpoint=127.0.0.1:0"]
     result = subprocess.run([*torchrun, script, HERE, tmp_path], capture_output=True, text=True, timeout=120)
     assert result.stdout.count("sum 21.0") == 2, result.stderr[-2000:]
 
 
 def test_two_runs_at_once_do_not_collide(tmp_path):
     code = SCRIPT.replace("processes=7", "processes=2")
-    runs = [subprocess.Popen([sys.executable, "-c", code, HERE, tmp_path/str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
+    runs = [subprocess.Popen([sys.executable, "-c", code, HERE, tmp_path/str(i)], stdout=subprocess.PIPE, text=True)
+            for i in range(2)]
     assert all("sum 21.0" in run.communicate(timeout=120)[0] for run in runs)
 
 
@@ -164,11 +171,14 @@ print("processes", launch(rank_and_more, False, processes=1, run_dir=out), launc
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_in_a_kernel_under_papermill(tmp_path, fail):
-    notebook = new_notebook(metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")), cells=[
-        new_code_cell('out: str = ""  # folder\nfail: bool = False  # whether', metadata=dict(tags=["parameters"])), new_code_cell(CELL)])
+    notebook = new_notebook(metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")),
+                            cells=[
+        new_code_cell('out: str = ""  # folder\nfail: bool = False  # whether', metadata=dict(tags=["parameters"])),
+                                new_code_cell(CELL)])
     nbformat.write(notebook, tmp_path/"two.ipynb")
     if fail:
-        with pytest.raises(StageError, match="two failed: LaunchError: rank 1 failed first: ValueError: no such dataset\nThe notebook"):
+        with pytest.raises(StageError, match="two failed: LaunchError: rank 1 failed first: ValueError: no such "
+                                             "dataset\nThe notebook"):
             run_stage(tmp_path/"two.ipynb", dict(out=str(tmp_path/"run"), fail=True), log=False)
     else:
         executed = run_stage(tmp_path/"two.ipynb", dict(out=str(tmp_path/"run")), log=False)

@@ -47,7 +47,8 @@ def partner_of_a_dead_rank():
 
 def test_a_killed_rank_is_named_although_its_partner_complains_too(tmp_path):
     before = set(family(os.getpid()))
-    with pytest.raises(LaunchError, match="rank 1 failed first: was ended by SIGKILL; the system does that when memory runs out"):
+    with pytest.raises(LaunchError, match="rank 1 failed first: was ended by SIGKILL; the system does that when memory "
+                                          "runs out"):
         launch(partner_of_a_dead_rank, processes=2, run_dir=tmp_path)
     gone(set(family(os.getpid())) - before)
 
@@ -58,7 +59,8 @@ def test_a_port_in_use_is_named(tmp_path):
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=f"main_port={port} cannot be used here: Address already in use; another launch may have it, give 0 for any free one"):
+        with pytest.raises(OSError, match=f"main_port={port} cannot be used here: Address already in use; another "
+                                          "launch may have it, give 0 for any free one"):
             launch(partner_of_a_dead_rank, processes=2, run_dir=tmp_path, main_port=port)
 
 
@@ -85,7 +87,8 @@ def train():
 
 def ranks_in(folder):
     "Both ranks, once they sleep."
-    pids = wait_for(lambda: [file.read_text() for file in (folder/"0", folder/"1") if file.exists() and file.read_text()] if (folder/"1").exists() and (folder/"0").exists() else None)
+    pids = wait_for(lambda: [file.read_text() for file in (folder/"0", folder/"1") if file.exists()
+                             and file.read_text()] if (folder/"1").exists() and (folder/"0").exists() else None)
     found = [psutil.Process(int(pid)) for pid in pids]
     for file in (folder/"0", folder/"1"): file.unlink()
     return found
@@ -108,7 +111,8 @@ def test_a_kernel_is_interrupted_and_works_on_and_is_killed(tmp_path):
         reply = wait_for(lambda: client.get_shell_msg(timeout=30))["content"]
         assert (reply["ename"], reply["evalue"]) == ("Stopped", "stopped by SIGINT after step 5")
         gone(ranks, 20)
-        assert run("assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL; assert launch(rank, processes=2, run_dir=out) == 2")["status"] == "ok"
+        assert run("assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL; assert launch(rank, processes=2, "
+                   "run_dir=out) == 2")["status"] == "ok"
         client.execute("launch(sleep, processes=2, run_dir=out)")
         ranks = ranks_in(tmp_path)
         manager.signal_kernel(signal.SIGKILL) # to the group, as Jupyter does
@@ -119,8 +123,10 @@ def test_a_kernel_is_interrupted_and_works_on_and_is_killed(tmp_path):
 
 
 def sleeping_notebook(folder):
-    notebook = new_notebook(metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")), cells=[
-        new_code_cell('out: str = ""  # folder', metadata=dict(tags=["parameters"])), new_code_cell(SLEEPERS + "launch(sleep, processes=2, run_dir=out)")])
+    notebook = new_notebook(metadata=dict(kernelspec=dict(name="python3", display_name="python3", language="python")),
+                            cells=[
+        new_code_cell('out: str = ""  # folder', metadata=dict(tags=["parameters"])),
+                                new_code_cell(SLEEPERS + "launch(sleep, processes=2, run_dir=out)")])
     nbformat.write(notebook, folder/"sleeping.ipynb")
     return folder/"sleeping.ipynb"
 
@@ -128,7 +134,8 @@ def sleeping_notebook(folder):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
 def test_papermill_is_killed(how, tmp_path):
     "papermill itself, without our command around it."
-    command = [sys.executable, "-m", "papermill", sleeping_notebook(tmp_path), tmp_path/"out.ipynb", "-p", "out", tmp_path]
+    command = [sys.executable, "-m", "papermill", sleeping_notebook(tmp_path), tmp_path/"out.ipynb", "-p", "out",
+               tmp_path]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ranks_in(tmp_path)
     everyone = family(process.pid)
@@ -144,7 +151,8 @@ def test_the_command_is_killed(how, tmp_path):
     "`anchor-nb stage1` with two ranks. Ctrl-C: they write a checkpoint of their last step, and the command says so."
     out = tmp_path/"run"
     (tmp_path/"recipe.yaml").write_text(as_yaml(recipe(Stage1, out, steps=5000, processes=2, save_steps=1000)))
-    process = subprocess.Popen([sys.executable, "-c", "from anchor_nb.cli.main import main; main()", "stage1", "-f", tmp_path/"recipe.yaml", "--quiet"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", "from anchor_nb.cli.main import main; main()", "stage1", "-f",
+                                tmp_path/"recipe.yaml", "--quiet"], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: count(out) > 2)
     everyone = family(process.pid)
     process.send_signal(how)

@@ -12,8 +12,10 @@ from anchor_nb.runs.checkpoints import checkpoints
 from anchor_nb.training.trainer import train
 from common import STAGES, assert_same_trajectory, interrupted, recipe, rows, run, start, stop_after
 
-HOWS = dict(shared=dict(processes=2, sharding="fsdp2"), shared_in_pieces=dict(processes=2, sharding="fsdp2", micro_tokens=150),
-            three=dict(processes=3, micro_tokens=150), four=dict(processes=4, micro_tokens=10_000), pieces=dict(micro_tokens=90),
+HOWS = dict(shared=dict(processes=2, sharding="fsdp2"), shared_in_pieces=dict(processes=2, sharding="fsdp2",
+                                                                              micro_tokens=150),
+            three=dict(processes=3, micro_tokens=150), four=dict(processes=4, micro_tokens=10_000),
+            pieces=dict(micro_tokens=90),
             recomputed=dict(processes=2, sharding="fsdp2", gradient_checkpointing="always", micro_tokens=10_000))
 
 
@@ -70,7 +72,8 @@ def test_a_run_goes_on_with_other_processes(name, tmp_path):
 def test_killed_run_that_shares_its_model(name, tmp_path):
     "SIGKILL, the same command again: the same bits, snapshots of stage II included."
     kill = lambda settings: stop_after(7, start(settings), tmp_path/"killed")
-    interrupted(STAGES[name][0], STAGES[name][1] | dict(processes=2, sharding="fsdp2", micro_tokens=150), tmp_path, kill)
+    interrupted(STAGES[name][0], STAGES[name][1] | dict(processes=2, sharding="fsdp2", micro_tokens=150), tmp_path,
+                kill)
 
 
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed: pip install anchor_nb[deepspeed]")
@@ -88,7 +91,8 @@ def test_deepspeed_shares_states_and_changes_nothing(sharding, name, tmp_path):
 
 def test_deepspeed_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("anchor_nb.training.zero.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install anchor_nb\[deepspeed\]; or take sharding=fsdp2"): train(recipe(Stage1, tmp_path/"run", sharding="zero2"))
+    with pytest.raises(ValueError, match=r"pip install anchor_nb\[deepspeed\]; or take sharding=fsdp2"):
+        train(recipe(Stage1, tmp_path/"run", sharding="zero2"))
 
 
 NO_EXCHANGE = """
@@ -120,7 +124,8 @@ def test_damaged_checkpoints_do_not_crowd_out_good_ones(tmp_path, monkeypatch):
     import anchor_nb.training.trainer as training
     def until(last):
         def stop(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
-            if self.state.global_step == last: raise KeyboardInterrupt
+            if self.state.global_step == last:
+                raise KeyboardInterrupt
             return before(self, *args, **kwargs)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(training.AnchorTrainer, "training_step", stop)
@@ -143,7 +148,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path):
     interrupted(*STAGES["stage1"], tmp_path, stop)
 
 
-@pytest.mark.parametrize("what, patch", [("loss", "NaN in the weights"), ("norm of the gradient", "inf in the gradient")])
+@pytest.mark.parametrize("what, patch", [("loss", "NaN in the weights"),
+                                         ("norm of the gradient", "inf in the gradient")])
 def test_no_number_stops_the_run(what, patch, tmp_path, monkeypatch):
     "At step 7 of 10: the checkpoint before it is good, the rows are named, no later row is written."
     import anchor_nb.training.trainer as training
@@ -153,9 +159,11 @@ def test_no_number_stops_the_run(what, patch, tmp_path, monkeypatch):
         if self.state.global_step == 6: next(self.model.parameters()).grad.fill_(float("inf"))
         return loss
     monkeypatch.setattr(training.AnchorTrainer, "training_step", spoil)
-    with pytest.raises(RuntimeError, match=f"the {what} is (nan|inf) in step 7, whose batch is 8 rows of toy"): train(recipe(Stage1, tmp_path/"run", save_steps=3))
+    with pytest.raises(RuntimeError, match=f"the {what} is (nan|inf) in step 7, whose batch is 8 rows of toy"):
+        train(recipe(Stage1, tmp_path/"run", save_steps=3))
     assert len(json.loads((tmp_path/"run"/"not_finite.json").read_text())["rows"]) == 8
-    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-3", "checkpoint-6"] and len(rows(tmp_path/"run")) == 6
+    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-3",
+                                                                       "checkpoint-6"] and len(rows(tmp_path/"run")) == 6
     monkeypatch.undo()
     train(recipe(Stage1, tmp_path/"run", save_steps=3))
     train(recipe(Stage1, tmp_path/"whole", save_steps=3))
@@ -166,10 +174,12 @@ def test_no_snapshot_of_a_step_without_number(tmp_path, monkeypatch):
     import anchor_nb.training.trainer as training
     def spoil(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
         loss = before(self, *args, **kwargs)
-        if self.state.global_step == 3: next(p for p in self.model.parameters() if p.requires_grad).grad.fill_(float("inf"))
+        if self.state.global_step == 3:
+            next(p for p in self.model.parameters() if p.requires_grad).grad.fill_(float("inf"))
         return loss
     monkeypatch.setattr(training.AnchorTrainer, "training_step", spoil)
-    with pytest.raises(RuntimeError, match="norm of the gradient"): train(recipe(Stage2, tmp_path/"run", snapshot_steps=2))
+    with pytest.raises(RuntimeError, match="norm of the gradient"):
+        train(recipe(Stage2, tmp_path/"run", snapshot_steps=2))
     assert [folder.name for folder in (tmp_path/"run"/"snapshots").iterdir()] == ["step-2"]
 
 
@@ -182,7 +192,8 @@ def test_memory_runs_out_once_and_twice(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate 20 GB")
     monkeypatch.setattr(training.ReconstructionStep, "run", hungry)
     with pytest.raises(torch.OutOfMemoryError, match="goes on with 150"): train(recipe(Stage1, tmp_path/"run"))
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*sharding=fsdp2"): train(recipe(Stage1, tmp_path/"run"))
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*sharding=fsdp2"):
+        train(recipe(Stage1, tmp_path/"run"))
     assert budgets == [300, 150]
     monkeypatch.undo()
     train(recipe(Stage1, tmp_path/"run"))

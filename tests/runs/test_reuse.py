@@ -19,7 +19,8 @@ TEXTS = {"a": "a cat sleeps", "b": "the river floods in spring" * 40, "c": "brea
 def stores(tmp_path_factory):
     "A corpus, its shards and its index, all by the tiny model."
     folder = tmp_path_factory.mktemp("stores")
-    (folder/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=name, text=text, body=text[::-1])) + "\n" for name, text in TEXTS.items()))
+    (folder/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=name, text=text, body=text[::-1])) + "\n"
+                                               for name, text in TEXTS.items()))
     encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(folder/"shards"))
     embedder = AnchorEmbedder.from_pretrained("tiny")
     Index(embedder, TEXTS).save(folder/"index")
@@ -29,12 +30,16 @@ def stores(tmp_path_factory):
 def other(embedder, prompts={}, normalize=True, pooling="eos", **layout):
     "The same weights, used otherwise."
     formatter = Formatter(embedder.tokenizer, replace(embedder.formatter.layout, **layout))
-    return AnchorEmbedder(embedder.lm, formatter, pooling, prompts=prompts, normalize=normalize, sources=embedder.sources)
+    return AnchorEmbedder(embedder.lm, formatter, pooling, prompts=prompts, normalize=normalize,
+                          sources=embedder.sources)
 
 
-CHANGED = dict(pooling=dict(pooling="mean"), normalize=dict(normalize=False), prompts=dict(prompts={"query": "question: "}), prompt=dict(prompts={"document": "text: "}),
-               head=dict(head="<|im_start|>system\n"), tail=dict(tail="<|im_end|>\n<|im_end|>"), eos=dict(eos="<|endoftext|>"), bos=dict(bos="<|im_start|>"), template=dict(template="plain"),
-               instruction_format=dict(instruction_format="{instruction}: {text}"), max_length=dict(max_length=32), truncation=dict(truncation="cut_eos"), document_format=dict(document_format="so: {text}"),
+CHANGED = dict(pooling=dict(pooling="mean"), normalize=dict(normalize=False),
+               prompts=dict(prompts={"query": "question: "}), prompt=dict(prompts={"document": "text: "}),
+               head=dict(head="<|im_start|>system\n"), tail=dict(tail="<|im_end|>\n<|im_end|>"),
+               eos=dict(eos="<|endoftext|>"), bos=dict(bos="<|im_start|>"), template=dict(template="plain"),
+               instruction_format=dict(instruction_format="{instruction}: {text}"), max_length=dict(max_length=32),
+               truncation=dict(truncation="cut_eos"), document_format=dict(document_format="so: {text}"),
                pooling_tokens=dict(pooling_tokens=1), echo=dict(pooling="echo_mean"), pool_bos=dict(pool_bos=True))
 
 
@@ -51,7 +56,8 @@ def test_nothing_is_reused_by_another_embedder(stores, name):
     elif name == "bidirectional": changed = AnchorEmbedder.from_pretrained("tiny", bidirectional=True)
     else: changed = other(embedder, **CHANGED[name])
     differs = "the content of the model" if name == "model" else rf"\b{name} \("
-    for load in (lambda: Index.load(changed, folder/"index"), lambda: Index.from_shards(changed, folder/"shards"), lambda: open_index(changed, str(folder/"corpus.jsonl"), str(folder/"index"))):
+    for load in (lambda: Index.load(changed, folder/"index"), lambda: Index.from_shards(changed, folder/"shards"),
+                 lambda: open_index(changed, str(folder/"corpus.jsonl"), str(folder/"index"))):
         with pytest.raises(ValueError, match=f"was made with another embedder, which differs in .*{differs}"): load()
 
 
@@ -59,17 +65,24 @@ def test_the_same_embedder_finds_all(stores):
     "By whatever name its settings are said; stored and new vectors agree."
     folder, embedder = stores
     same = other(embedder)
-    for index in (Index.load(same, folder/"index"), Index.from_shards(same, folder/"shards"), open_index(same, str(folder/"corpus.jsonl"), str(folder/"index"))):
+    for index in (Index.load(same, folder/"index"), Index.from_shards(same, folder/"shards"),
+                  open_index(same, str(folder/"corpus.jsonl"), str(folder/"index"))):
         np.testing.assert_allclose(index.vectors, embedder.encode_document(list(TEXTS.values())), atol=1e-6)
-    for said in (dict(pooling="eos"), dict(max_length=512), dict(role="query")): # what the checkpoint says, in words; it has no prompts
+    # what the checkpoint says, in words; it has no prompts
+    for said in (dict(pooling="eos"), dict(max_length=512), dict(role="query")):
         assert encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(folder/"shards"), **said)["made_shards"] == 0
     assert open_encoded(folder/"shards").manifest["embedder"] == vector_identity(*planned("tiny"))
 
 
 @pytest.mark.parametrize("said, message", [
-    (dict(pooling="mean"), r"pooling \('eos' there, 'mean' here\)"), (dict(max_length=32), r"max_length \(512 there, 32 here\)"), (dict(instruction="Find it"), r"instruction \('' there, 'Find it' here\)"),
-    (dict(pooling="echo_mean"), r"echo \('' there, 'rewrite' here\)"), (dict(precision="bf16"), r"precision \('fp32' there"), (dict(dtype="int8"), "dtype"), (dict(shard_rows=2), "shard_rows"),
-    (dict(field="body"), "field"), (dict(id_field="text"), "id_field"), (dict(model="minilm"), "the content of the model")])
+    (dict(pooling="mean"), r"pooling \('eos' there, 'mean' here\)"), (dict(max_length=32), r"max_length \(512 there, "
+                                                                                           r"32 here\)"),
+    (dict(instruction="Find it"), r"instruction \('' there, 'Find it' here\)"),
+    (dict(pooling="echo_mean"), r"echo \('' there, 'rewrite' here\)"), (dict(precision="bf16"), r"precision \('fp32' "
+                                                                                                r"there"),
+    (dict(dtype="int8"), "dtype"), (dict(shard_rows=2), "shard_rows"),
+    (dict(field="body"), "field"), (dict(id_field="text"), "id_field"), (dict(model="minilm"), "the content of the "
+                                                                                               "model")])
 def test_an_encoding_goes_on_as_it_began(stores, said, message):
     folder, _ = stores
     with pytest.raises(ValueError, match=f"holds another encoding, which differs in .*{message}"):
@@ -79,7 +92,8 @@ def test_an_encoding_goes_on_as_it_began(stores, said, message):
 def test_shards_with_an_instruction_are_no_documents(stores, tmp_path):
     folder, embedder = stores
     encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(tmp_path/"asked"), instruction="Find it")
-    with pytest.raises(ValueError, match=r"differs in instruction \('Find it' there, '' here\)"): Index.from_shards(embedder, tmp_path/"asked")
+    with pytest.raises(ValueError, match=r"differs in instruction \('Find it' there, '' here\)"):
+        Index.from_shards(embedder, tmp_path/"asked")
 
 
 def test_what_an_older_version_wrote_is_not_trusted(stores, tmp_path):
@@ -89,8 +103,11 @@ def test_what_an_older_version_wrote_is_not_trusted(stores, tmp_path):
     manifest = json.loads((tmp_path/"manifest.json").read_text())
     del manifest["embedder"]
     (tmp_path/"manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="what it does not say, since an earlier version wrote it; load that one, or encode the documents again"): Index.from_shards(embedder, tmp_path)
-    with pytest.raises(ValueError, match="holds another encoding"): encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(tmp_path))
+    with pytest.raises(ValueError, match="what it does not say, since an earlier version wrote it; load that one, or "
+                                         "encode the documents again"):
+        Index.from_shards(embedder, tmp_path)
+    with pytest.raises(ValueError, match="holds another encoding"):
+        encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(tmp_path))
 
 
 @pytest.mark.parametrize("how", [dict(field="body"), dict(id_field="text")])
@@ -105,13 +122,16 @@ def test_a_kept_index_is_of_these_documents(stores, tmp_path, how):
 def test_mining_stores_vectors_by_all_that_decides_them(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(mining, "encode_corpus", lambda texts, model, out, *_, **how: made.append(out))
-    monkeypatch.setattr(mining, "open_encoded", lambda out, unit: out if out in made or str(out) in made else (_ for _ in ()).throw(FileNotFoundError(out)))
+    monkeypatch.setattr(mining, "open_encoded", lambda out, unit: out if out in made or str(out) in made
+                        else (_ for _ in ()).throw(FileNotFoundError(out)))
     def folder(texts="a", instruction="", role="document", precision="fp32", **said):
         monkeypatch.setattr("anchor_nb.inference.corpus_encoding.usable_gpus", lambda: precision == "bf16")
         (tmp_path/"texts.jsonl").write_text(texts)
         recipe = Mine(data="-", out=str(tmp_path/"out"), **dict(model="tiny") | said)
-        return str(mining.vectors_of(tmp_path/"texts.jsonl", recipe, planned(recipe.model, recipe.pooling, recipe.max_length), instruction, role))
+        return str(mining.vectors_of(tmp_path/"texts.jsonl", recipe, planned(recipe.model, recipe.pooling,
+                                                                             recipe.max_length), instruction, role))
     first = folder()
     assert {folder(), folder(pooling="eos"), folder(role="query")} == {first} and len(made) == 1
-    changed = [dict(texts="b"), dict(instruction="Find it"), dict(precision="bf16"), dict(pooling="mean"), dict(max_length=32), dict(dtype="int8"), dict(model="minilm")]
+    changed = [dict(texts="b"), dict(instruction="Find it"), dict(precision="bf16"), dict(pooling="mean"),
+               dict(max_length=32), dict(dtype="int8"), dict(model="minilm")]
     assert len({first, *(folder(**each) for each in changed)}) == len(changed) + 1 == len(made)

@@ -25,7 +25,8 @@ from anchor_nb.runs import provenance, manifest as runs
 from anchor_nb.core.recipe import RECIPES
 
 KERNEL = dict(kernelspec=dict(name="python3", display_name="python3", language="python"))
-PARAMETERS = 'steps: int = 3  # steps\nrate: float = 0.1  # rate\nflag: bool = False  # flag\nname: str = "a"  # name\nitems: list = []  # items\nmap: dict = {}  # map'
+PARAMETERS = ('steps: int = 3  # steps\nrate: float = 0.1  # rate\nflag: bool = False  # flag\nname: str = "a"  # '
+              'name\nitems: list = []  # items\nmap: dict = {}  # map')
 
 
 def notebook(path, *code, tags=("parameters",), parameters=PARAMETERS):
@@ -79,20 +80,26 @@ def test_a_kill_at_any_moment_leaves_readable_files(tmp_path, delay):
 
 
 def test_processes_that_append_at_once_lose_nothing(tmp_path):
-    code = "import sys; from anchor_nb.runs.ledger import append_rows\nfor i in range(50): append_rows(sys.argv[1], [dict(who=sys.argv[2], i=i, filler='z'*3000)])"
+    code = ("import sys; from anchor_nb.runs.ledger import append_rows\nfor i in range(50): append_rows(sys.argv[1], "
+            "[dict(who=sys.argv[2], i=i, filler='z'*3000)])")
     writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path/"rows.jsonl", str(who)]) for who in range(8)]
     assert [writer.wait() for writer in writers] == [0]*8
     rows = ledgers.read_rows(tmp_path/"rows.jsonl")
     assert sorted((row["who"], row["i"]) for row in rows) == [(str(who), i) for who in range(8) for i in range(50)]
 
 
-values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"])),
-                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3), max_leaves=5)
-rows_of_anything = st.lists(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=4), max_size=5)
+values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
+                      | st.text(st.characters(exclude_categories=["Cs"])),
+                      lambda inner: st.lists(inner, max_size=3)
+                      | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3),
+                      max_leaves=5)
+rows_of_anything = st.lists(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), values, max_size=4),
+                            max_size=5)
 
 
 @settings(max_examples=60, deadline=None)
-@given(first=rows_of_anything, second=rows_of_anything, torn=st.binary(max_size=12).filter(lambda text: b"\n" not in text))
+@given(first=rows_of_anything, second=rows_of_anything,
+       torn=st.binary(max_size=12).filter(lambda text: b"\n" not in text))
 def test_rows_come_back_as_they_went_in(tmp_path_factory, first, second, torn):
     path = tmp_path_factory.mktemp("rows")/"rows.jsonl"
     ledgers.append_rows(path, first)
@@ -122,7 +129,8 @@ def test_a_failing_run_stays_running_and_resumes(tmp_path):
 def test_the_command_in_the_manifest_gives_the_recipe_back(name, tmp_path):
     import shlex
     from anchor_nb.cli.app import gather
-    made = stage(name, out="runs/it's here", **({"ratios": {"wiki": 0.5}, "learning_rate": 3e-5, "trackers": ["tensorboard"]} if name in ("stage1", "stage2") else {}))
+    made = stage(name, out="runs/it's here", **({"ratios": {"wiki": 0.5}, "learning_rate": 3e-5,
+                                                 "trackers": ["tensorboard"]} if name in ("stage1", "stage2") else {}))
     runs.start_run(tmp_path/"r", made)
     words = shlex.split(runs.read_manifest(tmp_path/"r")["command"])
     assert words[:2] == ["anchor-nb", name]
@@ -133,12 +141,14 @@ def test_the_manifest_says_what_ran(tmp_path):
     runs.start_run(tmp_path/"r", stage("stage2", seed=7), data={"pairs.jsonl": dict(sha256="ab", rows=3)})
     manifest = runs.read_manifest(tmp_path/"r")
     assert {"python", "torch", "transformers", "peft", "accelerate", "datasets"} <= set(manifest["versions"])
-    assert (manifest["stage"], manifest["seed"], manifest["world_size"], manifest["data"]["pairs.jsonl"]["rows"]) == ("stage2", 7, 1, 3)
+    assert (manifest["stage"], manifest["seed"], manifest["world_size"],
+            manifest["data"]["pairs.jsonl"]["rows"]) == ("stage2", 7, 1, 3)
 
 
 def test_code_outside_a_checkout_is_known_by_its_version(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "package_folder", lambda: tmp_path)
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)   # somebody else's repository around an installed package
+    # somebody else's repository around an installed package
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
     assert provenance.code_version() == dict(version=provenance.__version__)
 
 
@@ -148,7 +158,8 @@ def test_data_that_changed_is_noticed(tmp_path):
     runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: provenance.file_facts(data)})
     assert runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: provenance.file_facts(data)}) == "resume"
     data.write_text('{"query": "b"}\n')
-    with pytest.raises(ValueError, match="pairs.jsonl has changed since"): runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: provenance.file_facts(data)})
+    with pytest.raises(ValueError, match="pairs.jsonl has changed since"):
+        runs.start_run(tmp_path/"r", stage("stage1"), data={data.name: provenance.file_facts(data)})
 
 
 def test_a_model_that_changed_is_noticed_and_one_that_is_gone_is_not(tmp_path):
@@ -158,7 +169,8 @@ def test_a_model_that_changed_is_noticed_and_one_that_is_gone_is_not(tmp_path):
     runs.start_run(tmp_path/"r", made)
     assert runs.start_run(tmp_path/"r", made) == "resume"
     (tmp_path/"m/config.json").write_text("[]")
-    with pytest.raises(ValueError, match="the content of model .* has changed since"): runs.start_run(tmp_path/"r", made)
+    with pytest.raises(ValueError, match="the content of model .* has changed since"):
+        runs.start_run(tmp_path/"r", made)
     shutil.rmtree(tmp_path/"m")
     assert runs.start_run(tmp_path/"r", made) == "resume"
 
@@ -180,8 +192,10 @@ def test_a_token_in_parameters_does_not_reach_the_manifest(tmp_path, monkeypatch
 
 def test_a_token_reaches_the_kernel_but_not_the_notebook_the_log_or_the_error(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_API_KEY", TOKEN)
-    code = f"import os; open('{tmp_path}/seen', 'w').write(name[::-1]); print(os.environ['WANDB_API_KEY']); raise RuntimeError(name)"
-    with pytest.raises(stage_runs.StageError) as caught: stage_runs.run_stage(notebook(tmp_path/"leak.ipynb", code), dict(name=f"key {TOKEN}"), tmp_path/"out.ipynb")
+    code = (f"import os; open('{tmp_path}/seen', 'w').write(name[::-1]); print(os.environ['WANDB_API_KEY']); raise "
+            "RuntimeError(name)")
+    with pytest.raises(stage_runs.StageError) as caught:
+        stage_runs.run_stage(notebook(tmp_path/"leak.ipynb", code), dict(name=f"key {TOKEN}"), tmp_path/"out.ipynb")
     assert (tmp_path/"seen").read_text()[::-1] == f"key {TOKEN}"
     shown = capfd.readouterr()
     assert TOKEN not in str(caught.value) + shown.out + shown.err + caught.value.notebook.read_text()
@@ -200,18 +214,22 @@ start_run(out, Prepare(corpora=[], model="", out=out))
 def prepare_like(path, *code):
     "A stand-in for the stage `prepare`, which has a run folder."
     path.mkdir(exist_ok=True)
-    return notebook(path/"prepare.ipynb", FAILING, *code, parameters='corpora: list = []  # c\nmodel: str = ""  # m\nnegatives: int = 4  # n\nseed: int = 0  # s\nout: str = ""  # o')
+    return notebook(path/"prepare.ipynb", FAILING, *code, parameters='corpora: list = []  # c\nmodel: str = ""  # '
+                                                                     'm\nnegatives: int = 4  # n\nseed: int = 0  # '
+                                                                     's\nout: str = ""  # o')
 
 
 def test_a_failed_stage_is_on_record_with_its_traceback_and_goes_on(tmp_path):
     out = str(tmp_path/"run")
     path = prepare_like(tmp_path/"nb", "def deep(): raise RuntimeError('the disk is full')\ndeep()")
-    with pytest.raises(stage_runs.StageError, match="prepare failed: RuntimeError: the disk is full"): stage_runs.run_stage(path, dict(out=out), log=False)
+    with pytest.raises(stage_runs.StageError, match="prepare failed: RuntimeError: the disk is full"):
+        stage_runs.run_stage(path, dict(out=out), log=False)
     manifest = runs.read_manifest(out)
     failure, = manifest["failures"]
     assert (manifest["status"], failure["reason"]) == ("failed", "RuntimeError: the disk is full")
     assert "in deep()" in failure["traceback"] and "\x1b" not in failure["traceback"]
-    stage_runs.run_stage(prepare_like(tmp_path/"nb", "from anchor_nb.runs.manifest import finish_run; finish_run(out)"), dict(out=out), log=False)
+    stage_runs.run_stage(prepare_like(tmp_path/"nb", "from anchor_nb.runs.manifest import finish_run; finish_run(out)"),
+                         dict(out=out), log=False)
     manifest = runs.read_manifest(out)
     assert (manifest["status"], len(manifest["starts"]), len(manifest["failures"])) == ("complete", 2, 1)
 
@@ -219,7 +237,8 @@ def test_a_failed_stage_is_on_record_with_its_traceback_and_goes_on(tmp_path):
 def test_a_failure_is_not_written_into_somebody_elses_manifest(tmp_path):
     runs.start_run(tmp_path/"run", stage("prepare", out="x"))
     before = (tmp_path/"run/run.json").read_text()
-    with pytest.raises(stage_runs.StageError, match="holds another run"): stage_runs.run_stage(prepare_like(tmp_path/"nb"), dict(out=str(tmp_path/"run")), log=False)
+    with pytest.raises(stage_runs.StageError, match="holds another run"):
+        stage_runs.run_stage(prepare_like(tmp_path/"nb"), dict(out=str(tmp_path/"run")), log=False)
     assert (tmp_path/"run/run.json").read_text() == before
 
 
@@ -230,7 +249,8 @@ def content(folder):
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
-DONE = "from anchor_nb.runs.manifest import finish_run, read_manifest\nif read_manifest(out)['status'] != 'complete': finish_run(out)"
+DONE = ("from anchor_nb.runs.manifest import finish_run, read_manifest\nif read_manifest(out)['status'] != 'complete': "
+        "finish_run(out)")
 
 
 def test_a_finished_run_is_not_touched_by_a_refused_or_a_repeated_command(tmp_path):
@@ -245,16 +265,19 @@ def test_a_finished_run_is_not_touched_by_a_refused_or_a_repeated_command(tmp_pa
     with pytest.raises(stage_runs.StageError, match="too late") as caught: stage_runs.run_stage(other, given, log=False)
     assert content(out) == before and "too late" in caught.value.notebook.read_text()
     other.write_text(other.read_text().replace("model=\\\"\\\"", "model=\\\"tiny\\\""))
-    with pytest.raises(stage_runs.StageError, match="holds another run") as caught: stage_runs.run_stage(other, given, log=False)
+    with pytest.raises(stage_runs.StageError, match="holds another run") as caught:
+        stage_runs.run_stage(other, given, log=False)
     assert content(out) == before and "holds another run" in caught.value.notebook.read_text()
 
 
 def test_a_run_whose_notebook_failed_behind_it_is_not_finished(tmp_path):
     out = tmp_path/"run"
     broken = prepare_like(tmp_path/"nb", DONE, "raise RuntimeError('no figure')")
-    with pytest.raises(stage_runs.StageError, match="no figure"): stage_runs.run_stage(broken, dict(out=str(out)), log=False)
+    with pytest.raises(stage_runs.StageError, match="no figure"):
+        stage_runs.run_stage(broken, dict(out=str(out)), log=False)
     manifest = runs.read_manifest(out)
-    assert (manifest["status"], manifest["notebook"], stage_runs.finished(out, "prepare")) == ("complete", "failed", b"")
+    assert (manifest["status"], manifest["notebook"], stage_runs.finished(out, "prepare")) == ("complete", "failed",
+                                                                                               b"")
     assert {path.name for path in out.glob("*.ipynb")} == {"prepare.failed.ipynb"}
     stage_runs.run_stage(prepare_like(tmp_path/"nb", DONE), dict(out=str(out)), log=False)
     assert runs.read_manifest(out)["notebook"] == "complete" and stage_runs.finished(out, "prepare")
@@ -270,16 +293,20 @@ def test_a_cell_that_fails_by_hand_is_on_record(ends, status, reason, tmp_path, 
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell()
     monkeypatch.setattr(progress, "running_shell", lambda: shell)
-    begin = f"out = {str(tmp_path)!r}\nfrom anchor_nb.core.errors import Stopped\nfrom anchor_nb.runs.manifest import finish_run{FAILING}"
+    begin = (f"out = {str(tmp_path)!r}\nfrom anchor_nb.core.errors import Stopped\nfrom anchor_nb.runs.manifest import "
+             f"finish_run{FAILING}")
     shell.run_cell(begin)
     assert runs.read_manifest(tmp_path)["status"] == "running"
     shell.run_cell(ends)
     shell.run_cell("raise RuntimeError('of another matter')")
     manifest = runs.read_manifest(tmp_path)
-    assert (manifest["status"], [one["reason"] for one in manifest.get("failures", [])]) == (status, [reason] if reason else [])
+    assert (manifest["status"], [one["reason"] for one in manifest.get("failures", [])]) == (status, [reason] if reason
+                                                                                             else [])
 
 
-STAGE = "import sys; from anchor_nb.experiments.stages import run_stage\ntry: run_stage(sys.argv[1], dict(out=sys.argv[2]), log=False)\nexcept Exception as e: print(type(e).__name__, e); sys.exit(143 if getattr(e, 'stopped', False) else 1)"
+STAGE = ("import sys; from anchor_nb.experiments.stages import run_stage\ntry: run_stage(sys.argv[1], "
+         "dict(out=sys.argv[2]), log=False)\nexcept Exception as e: print(type(e).__name__, e); sys.exit(143 if "
+         "getattr(e, 'stopped', False) else 1)")
 
 
 def wait_for(path, seconds=60):
@@ -290,7 +317,9 @@ def wait_for(path, seconds=60):
 
 def test_two_runs_do_not_share_a_folder_and_sigterm_reaches_the_kernel(tmp_path):
     out = tmp_path/"run"
-    path = prepare_like(tmp_path/"nb", f"import time, signal\ndef stop(*_): raise RuntimeError('checkpoint written')\nsignal.signal(signal.SIGTERM, stop)\nopen('{tmp_path}/ready', 'w').close()\ntime.sleep(100)")
+    path = prepare_like(tmp_path/"nb", "import time, signal\ndef stop(*_): raise RuntimeError('checkpoint "
+                                       f"written')\nsignal.signal(signal.SIGTERM, stop)\nopen('{tmp_path}/ready', "
+                                       "'w').close()\ntime.sleep(100)")
     first = subprocess.Popen([sys.executable, "-c", STAGE, path, out], stdout=subprocess.PIPE, text=True)
     wait_for(tmp_path/"ready")
     second = subprocess.run([sys.executable, "-c", STAGE, path, out], capture_output=True, text=True)
@@ -305,7 +334,8 @@ def test_two_runs_do_not_share_a_folder_and_sigterm_reaches_the_kernel(tmp_path)
 def test_a_folder_by_hash_is_found_again(tmp_path):
     path = prepare_like(tmp_path/"nb", "from anchor_nb.runs.manifest import finish_run; finish_run(out)")
     executed = [stage_runs.run_stage(path, dict(out=str(tmp_path/"by-hash"), seed=seed), log=False) for seed in (1, 2)]
-    folders = [identity.hashed_out(stage("prepare", corpora=[], model="", negatives=4, seed=seed), {}, tmp_path/"by-hash") for seed in (1, 2)]
+    folders = [identity.hashed_out(stage("prepare", corpora=[], model="", negatives=4, seed=seed), {},
+                                   tmp_path/"by-hash") for seed in (1, 2)]
     assert [path.parent for path in executed] == folders and len(set(folders)) == 2
 
 
@@ -327,13 +357,15 @@ def test_what_is_missing_is_noticed_before_a_kernel_starts(name, given, message,
     (tmp_path/"torn/model.safetensors").write_bytes(bytes([200, 0, 0, 0, 0, 0, 0, 0]) + b"{"*92)
     places = {"TORN": str(tmp_path/"torn"), "FILE": str(tmp_path/"file")}
     given = {key: value.replace("FILE", places["FILE"]).replace("TORN", places["TORN"]) for key, value in given.items()}
-    usual = dict(out=str(tmp_path/"out"), data=str(tmp_path), model="tiny") if name != "analyse" else dict(out=str(tmp_path/"out"), a="tiny", data=str(tmp_path))
+    usual = dict(out=str(tmp_path/"out"), data=str(tmp_path),
+                 model="tiny") if name != "analyse" else dict(out=str(tmp_path/"out"), a="tiny", data=str(tmp_path))
     with pytest.raises((ValueError, OSError), match=message): stage_runs.run_stage(name, usual | given)
     assert not (tmp_path/"out").exists()
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-@pytest.mark.parametrize("parameters, message", [(dict(stepz=5), "no parameter 'stepz'"), (dict(out=7), "give out as str"), (dict(out=None), "give out as str")])
+@pytest.mark.parametrize("parameters, message", [(dict(stepz=5), "no parameter 'stepz'"),
+                                                 (dict(out=7), "give out as str"), (dict(out=None), "give out as str")])
 def test_wrong_parameters_stop_a_stage_before_it_starts(name, parameters, message, tmp_path, monkeypatch):
     monkeypatch.setattr(stage_runs, "execute", lambda *_: pytest.fail("it started"))
     with pytest.raises(ValueError, match=message): stage_runs.run_stage(name, parameters, tmp_path/"out"/"x.ipynb")
@@ -362,8 +394,10 @@ SHOW = "print('SEEN', repr((steps, rate, flag, name, items, map)))"
 def test_the_kernel_sees_the_values_and_their_types(tmp_path):
     given = dict(steps="7", rate="1e-3", flag="true", name="it's {x}", items="[1, b]", map="{a: 2.5}")
     executed = stage_runs.run_stage(notebook(tmp_path/"show.ipynb", SHOW), given, tmp_path/"out.ipynb", log=False)
-    assert """SEEN (7, 0.001, True, "it's {x}", [1, 'b'], {'a': 2.5})""" in nbformat.read(executed, 4).cells[2].outputs[0].text
-    assert stage_runs.seen(executed) == dict(steps=7, rate=0.001, flag=True, name="it's {x}", items=[1, "b"], map={"a": 2.5})
+    assert """SEEN (7, 0.001, True, "it's {x}", [1, 'b'], {'a': 2.5})""" in nbformat.read(executed,
+                                                                                          4).cells[2].outputs[0].text
+    assert stage_runs.seen(executed) == dict(steps=7, rate=0.001, flag=True, name="it's {x}", items=[1, "b"],
+                                             map={"a": 2.5})
 
 
 def test_a_rerun_keeps_nothing_of_the_run_before(tmp_path):
@@ -376,9 +410,11 @@ def test_a_rerun_keeps_nothing_of_the_run_before(tmp_path):
 
 def test_a_notebook_that_lost_its_tag_is_refused_where_papermill_runs_it_with_defaults(tmp_path):
     path = notebook(tmp_path/"show.ipynb", SHOW, tags=())
-    papermill.execute_notebook(str(path), str(tmp_path/"bare.ipynb"), dict(steps=7), progress_bar=False, kernel_name="python3")
+    papermill.execute_notebook(str(path), str(tmp_path/"bare.ipynb"), dict(steps=7), progress_bar=False,
+                               kernel_name="python3")
     assert "SEEN (3," in (tmp_path/"bare.ipynb").read_text()   # the trap: success, with the notebook's own 3
-    with pytest.raises(ValueError, match="no cell tagged `parameters`"): stage_runs.run_stage(path, dict(steps=7), tmp_path/"out.ipynb")
+    with pytest.raises(ValueError, match="no cell tagged `parameters`"):
+        stage_runs.run_stage(path, dict(steps=7), tmp_path/"out.ipynb")
 
 
 @pytest.mark.parametrize("code, timeout, message", [
@@ -389,14 +425,16 @@ def test_a_notebook_that_lost_its_tag_is_refused_where_papermill_runs_it_with_de
 ], ids=["dead", "slow", "long", "import"])
 def test_a_failing_notebook_is_one_short_message(tmp_path, code, timeout, message):
     with pytest.raises(stage_runs.StageError, match=message) as caught:
-        stage_runs.run_stage(notebook(tmp_path/"bad.ipynb", code), dict(steps=1), tmp_path/"out.ipynb", log=False, timeout=timeout)
+        stage_runs.run_stage(notebook(tmp_path/"bad.ipynb", code), dict(steps=1), tmp_path/"out.ipynb", log=False,
+                             timeout=timeout)
     assert caught.value.notebook == tmp_path/"out.failed.ipynb" and caught.value.notebook.exists()
     assert not (tmp_path/"out.ipynb").exists() and not (tmp_path/"out.running.ipynb").exists()
     assert len(str(caught.value).splitlines()) == 2
 
 
 def test_what_the_cells_print_is_shown(tmp_path, capsys):
-    stage_runs.run_stage(notebook(tmp_path/"show.ipynb", "import sys; print('to out'); print('to err', file=sys.stderr)"), {}, tmp_path/"out.ipynb")
+    stage_runs.run_stage(notebook(tmp_path/"show.ipynb", "import sys; print('to out'); print('to err', "
+                                                         "file=sys.stderr)"), {}, tmp_path/"out.ipynb")
     shown = capsys.readouterr()
     assert ("to out" in shown.out, "to err" in shown.err, "WARNING" in shown.err) == (True, True, False)
 
@@ -411,27 +449,33 @@ def test_papermill_takes_every_preset_as_it_is():
     for name, stages in preset_files.presets().items():
         for stage_name in stages:
             parameters = preset_files.preset(name, stage_name)
-            assert stage_runs.checked(stage_runs.stage_notebook(stage_name), parameters) == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
+            assert stage_runs.checked(stage_runs.stage_notebook(stage_name),
+                                      parameters) == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
 
 
-@pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in preset_files.presets().items() for stage in stages])
+@pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in preset_files.presets().items()
+                                              for stage in stages])
 def test_plain_papermill_with_a_preset_is_that_preset(name, stage_name):
     "`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over the recipe's defaults."
     from anchor_nb.experiments.pipeline import full_preset
-    assert {**runs.notebook_defaults(RECIPES[stage_name]), **preset_files.preset(name, stage_name)} == full_preset(name, stage_name)
+    assert {**runs.notebook_defaults(RECIPES[stage_name]), **preset_files.preset(name, stage_name)} == full_preset(name,
+                                                                                                                   stage_name)
 
 
 def test_no_cell_begins_after_a_signal(tmp_path):
     "A kernel ignores what comes between two cells, so the notebook stops where it is written."
     signals = []
     draft = stage_runs.Draft([], tmp_path/"draft.ipynb", signals)
-    book = lambda *states: json.dumps(dict(cells=[dict(metadata=dict(papermill=dict(status=state))) for state in states]))
+    book = lambda *states: json.dumps(dict(cells=[dict(metadata=dict(papermill=dict(status=state)))
+                                                  for state in states]))
     for states in (("running", "pending"), ("completed", "pending")): draft.write(book(*states))
     signals.append(signal.SIGINT)
     draft.write(book("completed", "pending"))
-    with pytest.raises(errors.Stopped, match="stopped by SIGINT between two cells"): draft.write(book("completed", "running"))
+    with pytest.raises(errors.Stopped, match="stopped by SIGINT between two cells"):
+        draft.write(book("completed", "running"))
     assert json.loads((tmp_path/"draft.ipynb").read_text())["cells"], "what there is was written"
-    assert "stopped by SIGTERM at once" in runs.reason_of(RuntimeError("Kernel died before replying to kernel_info"), [signal.SIGTERM])
+    assert "stopped by SIGTERM at once" in runs.reason_of(RuntimeError("Kernel died before replying to kernel_info"),
+                                                          [signal.SIGTERM])
 
 
 def test_a_stage_that_had_finished_when_the_signal_came_says_so(tmp_path, monkeypatch):

@@ -18,7 +18,8 @@ from anchor_nb.core.recipe import Mine
 from anchor_nb.experiments.stages import stage_notebook
 from anchor_nb.inference.search import search_corpus
 
-ROWS = [dict(query=f"question {n}", positive=f"answer {n}", negatives=[f"made by hand {n}"], positive_scores=[0.9], negative_scores=[0.1]) for n in range(6)]
+ROWS = [dict(query=f"question {n}", positive=f"answer {n}", negatives=[f"made by hand {n}"], positive_scores=[0.9],
+             negative_scores=[0.1]) for n in range(6)]
 
 
 def lines(path, rows=ROWS):
@@ -46,15 +47,19 @@ def exam(here):
     (here/"exam/task.json").write_text(json.dumps(dict(name="exam", instruction="")))
 
 
-def content(folder): return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-PAIRS = dict(dedup=lambda data, out: duplicates.dedup_pairs(data, out), filter=lambda data, out: filters.filter_pairs(data, out, -9, 9),
+PAIRS = dict(dedup=lambda data, out: duplicates.dedup_pairs(data, out), filter=lambda data,
+             out: filters.filter_pairs(data, out, -9, 9),
              mine=lambda data, out: mining.mine(Mine(data=data, out=out, model="bm25")))
 
 
-@pytest.mark.parametrize("data, out", [("my/pairs", "my"), ("my/pairs", "my/pairs"), ("my/pairs", "my/pairs/new"), ("my/pairs/a.jsonl", "my"),
-                                       ("my/pairs", "link"), ("link/pairs", "my"), ("my/pairs", "linked"), ("linked/pairs", "my")])
+@pytest.mark.parametrize("data, out", [("my/pairs", "my"), ("my/pairs", "my/pairs"), ("my/pairs", "my/pairs/new"),
+                                       ("my/pairs/a.jsonl", "my"),
+                                       ("my/pairs", "link"), ("link/pairs", "my"), ("my/pairs", "linked"),
+                                       ("linked/pairs", "my")])
 @pytest.mark.parametrize("command", PAIRS)
 def test_pairs_are_not_written_where_they_are_read(command, data, out, here):
     before = content(here)
@@ -66,20 +71,24 @@ def test_pairs_are_not_written_where_they_are_read(command, data, out, here):
 ELSE = dict(
     against=lambda at: duplicates.dedup_pairs(at("my/pairs"), at("corpus/clean"), against=[at("corpus")]),
     filter_model=lambda at: filters.filter_pairs(at("my/pairs"), at("run/model/clean"), -9, 9, model=at("run")),
-    mine_corpus=lambda at: mining.check_pairs(Mine(data=at("my/pairs"), out=at("corpus"), corpus=at("corpus/docs.jsonl"), model="bm25")),
-    mine_vectors=lambda at: mining.check_pairs(Mine(data=at("my/pairs"), out=at("mined"), vectors=at("my"), model="bm25")),
+    mine_corpus=lambda at: mining.check_pairs(Mine(data=at("my/pairs"), out=at("corpus"),
+                                                   corpus=at("corpus/docs.jsonl"), model="bm25")),
+    mine_vectors=lambda at: mining.check_pairs(Mine(data=at("my/pairs"), out=at("mined"), vectors=at("my"),
+                                                    model="bm25")),
     encode_corpus=lambda at: encode_corpus(at("corpus/docs.jsonl"), "tiny", at("corpus")),
     encode_model=lambda at: encode_corpus(at("corpus"), at("run"), at("run/vectors")),
     export=lambda at: export(at("run"), at("run/exported")),
     merge=lambda at: merge_models([at("run"), "tiny"], at("run/model/merged")),
     search=lambda at: search_corpus("tiny", at("corpus"), ["?"], keep=at("corpus/index")),
-    analyse=lambda at: analysis.checkpoints_of(SimpleNamespace(a="tiny", b=at("run"), again="", data=at("corpus"), out=at("run/analysis"), snapshots=False)))
+    analyse=lambda at: analysis.checkpoints_of(SimpleNamespace(a="tiny", b=at("run"), again="", data=at("corpus"),
+                                                               out=at("run/analysis"), snapshots=False)))
 
 
 @pytest.mark.parametrize("command", ELSE)
 def test_nothing_is_written_beside_a_source(command, here):
     before = content(here)
-    with pytest.raises(ValueError, match="choose an out that neither lies in a source nor holds one"): ELSE[command](lambda path: str(here/path))
+    with pytest.raises(ValueError, match="choose an out that neither lies in a source nor holds one"):
+        ELSE[command](lambda path: str(here/path))
     assert content(here) == before and sorted(os.listdir(here)) == ["corpus", "link", "linked", "my", "run"]
 
 
@@ -91,7 +100,8 @@ def test_pairs_are_those_of_the_last_run(command, here):
     PAIRS[command](str(here/"my/pairs"), str(out)) # again, over one's own
     lines(out/"pairs/older.jsonl")
     before = content(out)
-    with pytest.raises(ValueError, match="holds older.jsonl, which this command would not write"): PAIRS[command](str(here/"my/pairs"), str(out))
+    with pytest.raises(ValueError, match="holds older.jsonl, which this command would not write"):
+        PAIRS[command](str(here/"my/pairs"), str(out))
     assert content(out) == before
 
 
@@ -99,7 +109,8 @@ def test_pairs_are_those_of_the_last_run(command, here):
 def test_pairs_that_somebody_else_wrote_stay(command, here):
     lines(here/"out/pairs/a.jsonl", ROWS[:1])
     before = content(here)
-    with pytest.raises(ValueError, match="neither report.json nor run.json beside it says"): PAIRS[command](str(here/"my/pairs"), str(here/"out"))
+    with pytest.raises(ValueError, match="neither report.json nor run.json beside it says"):
+        PAIRS[command](str(here/"my/pairs"), str(here/"out"))
     assert content(here) == before
 
 
@@ -115,17 +126,20 @@ def test_a_failure_leaves_the_older_pairs(here, monkeypatch):
 
 def test_nothing_left_is_an_error_with_its_cause(here):
     exam(here)
-    with pytest.raises(ValueError, match="none of the 12 rows of .* is left: 6 equal an earlier row, 0 nearly repeat one, and 6 show texts of exam"):
+    with pytest.raises(ValueError, match="none of the 12 rows of .* is left: 6 equal an earlier row, 0 nearly repeat "
+                                         "one, and 6 show texts of exam"):
         duplicates.dedup_pairs(str(here/"my/pairs"), str(here/"out"), threshold=1.0, against=[str(here/"exam")])
     assert not content(here/"out")
 
 
 def test_texts_that_differ_in_signs_are_different():
-    texts = ["2+2?", "2*2?", "2-2?", "C", "C++", "C#", ":)", ":(", "🙂", "🙁", "?!", "...", "→", "←", "x > 0", "x < 0", "日本", "日本語"]
+    texts = ["2+2?", "2*2?", "2-2?", "C", "C++", "C#", ":)", ":(", "🙂", "🙁", "?!", "...", "→", "←", "x > 0", "x < 0",
+             "日本", "日本語"]
     rows = [dict(query=text, positives=["the same answer to all of these"], negatives=[]) for text in texts]
     rows += [dict(query="the same question for all of these", positives=[text], negatives=[]) for text in texts]
     assert not duplicates.duplicates(rows)
-    same = [dict(query=text, positives=["x y z"], negatives=[]) for text in ("Straße　２", "STRASSE 2", " strasse\t2\n", "Strasse 2?")]
+    same = [dict(query=text, positives=["x y z"], negatives=[]) for text in ("Straße　２", "STRASSE 2", " strasse\t2\n",
+                                                                             "Strasse 2?")]
     assert {n: kind for n, (_, kind) in duplicates.duplicates(same).items()} == {1: "equal", 2: "equal", 3: "near"}
 
 

@@ -28,7 +28,9 @@ def on_the_cpu(monkeypatch):
 def slurm(*words): return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-def state(job): return slurm("squeue", "--noheader", "--format=%T", f"--jobs={job.job_id}").strip() if job.job_id in slurm("squeue", "--noheader", "--format=%i") else ""
+def state(job):
+    return slurm("squeue", "--noheader", "--format=%T", f"--jobs={job.job_id}").strip() if job.job_id in slurm("squeue",
+                                                                                                               "--noheader", "--format=%i") else ""
 
 
 def wait_until(done, seconds, what):
@@ -43,9 +45,11 @@ def test_a_job_of_one_minute_trains_for_several(tmp_path):
     job = submit.submit_stage("stage1", parameters, dict(time=1, signal_delay_s=20))
     wait_until(lambda: job.paths.result_pickle.exists(), 540, "the job did not finish")
     manifest, log = runs.read_manifest(tmp_path/"run"), job.stdout()
-    print(log, slurm("scontrol", "show", "job", job.job_id), *(f"{failure['at']} {failure['reason']}" for failure in manifest["failures"]), sep="\n")
+    print(log, slurm("scontrol", "show", "job", job.job_id), *(f"{failure['at']} {failure['reason']}"
+                                                               for failure in manifest["failures"]), sep="\n")
     assert manifest["status"] == "complete" and job.result() == str(tmp_path/"run")
-    assert len(manifest["starts"]) >= 2 and all(failure["reason"].startswith("Stopped: stopped by SIGTERM after step") for failure in manifest["failures"])
+    assert len(manifest["starts"]) >= 2 and all(failure["reason"].startswith("Stopped: stopped by SIGTERM after step")
+                                                for failure in manifest["failures"])
     assert log.count("Requeued job") == len(manifest["failures"]) == len(manifest["starts"]) - 1
     assert f"Restarts={len(manifest['failures'])}" in slurm("scontrol", "show", "job", job.job_id)
     assert [row["step"] for row in rows(tmp_path/"run")] == list(range(1, 401))
@@ -59,21 +63,29 @@ def test_a_cancelled_job_has_its_checkpoint_and_can_be_submitted_again(tmp_path)
     wait_until(lambda: list((tmp_path/"run").glob("checkpoint-*")), 60, "no checkpoint")
     wait_until(lambda: not state(job), 90, "the job did not go")
     assert runs.read_manifest(tmp_path/"run")["status"] == "stopped"
-    assert not [line for line in slurm("ps", "-eo", "args").splitlines() if str(tmp_path) in line], "a process was left behind"
+    assert not [line for line in slurm("ps", "-eo", "args").splitlines()
+                if str(tmp_path) in line], "a process was left behind"
 
 
 def test_a_sweep_goes_through_arrays_and_outlives_its_driver(tmp_path):
-    small = {"stage1.steps": 4, "stage1.global_batch": 4, "stage1.max_length": 32, "evaluate.documents": 20, "evaluate.queries": 8, "evaluate.max_length": 32, "evaluate.instructions": "none"}
-    (tmp_path/"s.yaml").write_text(yaml.safe_dump(dict(preset="smoke", base=small, arms={"a": {"stages": ["stage1"]}, "b": {"stages": ["stage1"], "stage1.alpha": 0.7}})))
-    drive = "import sys; from anchor_nb.experiments.sweeps import run_sweep; print(run_sweep(sys.argv[1], sys.argv[2], at_once=1, slurm={'time': '10', 'evaluate.time': '5'}, every=1))"
+    small = {"stage1.steps": 4, "stage1.global_batch": 4, "stage1.max_length": 32, "evaluate.documents": 20,
+             "evaluate.queries": 8, "evaluate.max_length": 32, "evaluate.instructions": "none"}
+    (tmp_path/"s.yaml").write_text(yaml.safe_dump(dict(preset="smoke", base=small, arms={"a": {"stages": ["stage1"]},
+                                                                                         "b": {"stages": ["stage1"],
+                                                                                               "stage1.alpha": 0.7}})))
+    drive = ("import sys; from anchor_nb.experiments.sweeps import run_sweep; print(run_sweep(sys.argv[1], "
+             "sys.argv[2], at_once=1, slurm={'time': '10', 'evaluate.time': '5'}, every=1))")
     root = tmp_path/"root"
     driver = subprocess.Popen([sys.executable, "-c", drive, tmp_path/"s.yaml", root])
     wait_until(lambda: list(root.glob("stage1-*/run.json")), 200, "stage I did not start")
     queue = ledgers.read_json(root/"jobs/queue.json")
     driver.kill()
     driver.wait()
-    done = subprocess.run([sys.executable, "-c", drive, tmp_path/"s.yaml", root], capture_output=True, text=True, timeout=400)
+    done = subprocess.run([sys.executable, "-c", drive, tmp_path/"s.yaml", root], capture_output=True, text=True,
+                          timeout=400)
     assert "'done': 5" in done.stdout and "'failed': {}" in done.stdout, done.stdout + done.stderr
-    assert {number.partition("_")[2] for name, number in queue.items() if name.startswith("stage1")} == {"0", "1"}, "stage I is one array"
-    assert all(len(ledgers.read_json(path)["starts"]) == 1 for path in root.glob("*/run.json")), "nothing was queued twice"
+    assert {number.partition("_")[2] for name, number in queue.items() if name.startswith("stage1")} == {"0",
+                                                                                                         "1"}, "stage I is one array"
+    assert all(len(ledgers.read_json(path)["starts"]) == 1
+               for path in root.glob("*/run.json")), "nothing was queued twice"
     assert {row["label"] for row in ledgers.read_rows(root/"ledger.jsonl")} == {"a", "b"}

@@ -12,11 +12,17 @@ from anchor_nb.training.memory import STATES, USABLE, Setup, Work, choose, fitti
 from anchor_nb.core.recipe import Stage1, Stage2
 
 GB = 10**9
-shapes = st.builds(lambda layers, heads, groups, size, mlp, vocabulary, tied: Shape(layers, heads*size, heads*size, heads//groups*size, mlp, vocabulary, tied, layers*2*heads*size),
-                   st.integers(2, 40), st.sampled_from([4, 8, 32]), st.sampled_from([1, 2, 4]), st.sampled_from([16, 64, 128]), st.integers(64, 16384), st.integers(100, 200_000), st.booleans())
-setups = st.builds(Setup, st.sampled_from(["stage1", "stage2", "encode"]), st.sampled_from(["fp32", "bf16", "pure_bf16"]), st.sampled_from(list(STATES)), st.sampled_from([0, 8, 16]),
+shapes = st.builds(lambda layers, heads, groups, size, mlp, vocabulary, tied: Shape(layers, heads*size, heads*size,
+                                                                                    heads//groups*size, mlp, vocabulary,
+                                                                                    tied, layers*2*heads*size),
+                   st.integers(2, 40), st.sampled_from([4, 8, 32]), st.sampled_from([1, 2, 4]),
+                   st.sampled_from([16, 64, 128]), st.integers(64, 16384), st.integers(100, 200_000), st.booleans())
+setups = st.builds(Setup, st.sampled_from(["stage1", "stage2", "encode"]),
+                   st.sampled_from(["fp32", "bf16", "pure_bf16"]), st.sampled_from(list(STATES)),
+                   st.sampled_from([0, 8, 16]),
                    st.sampled_from(["packed_varlen", "packed_sdpa"]), st.integers(1, 8))
-works = st.builds(Work, st.integers(1, 64), st.integers(1, 40), st.integers(1, 300), st.integers(0, 4), st.sampled_from([64, 512, 4096]))
+works = st.builds(Work, st.integers(1, 64), st.integers(1, 40), st.integers(1, 300), st.integers(0, 4),
+                  st.sampled_from([64, 512, 4096]))
 lengths = st.lists(st.integers(1, 600), min_size=1, max_size=20)
 several = settings(max_examples=60, deadline=None)
 
@@ -28,16 +34,22 @@ def total(parts): return sum(parts.values())
 @given(shapes, lengths, lengths)
 def test_operations_add_up_over_texts(shape, some, others):
     for only_last in (False, True):
-        together, apart = forward_flops(shape, some + others, only_last), [forward_flops(shape, part, only_last) for part in (some, others)]
+        together, apart = forward_flops(shape, some + others, only_last), [forward_flops(shape, part, only_last)
+                                                                           for part in (some, others)]
         assert together == {name: sum(part[name] for part in apart) for name in together}
 
 
 @several
 @given(shapes, lengths)
 def test_what_is_saved_never_costs(shape, texts):
-    assert total(forward_flops(shape, texts, only_last=True)) <= total(forward_flops(shape, texts)) <= total(forward_flops(shape, padded(texts)))
-    assert total(stage1_flops(shape, texts, texts)) < total(stage1_flops(shape, padded(texts), padded(texts), only_last=False, recomputed=1))
-    assert total(stage2_flops(shape, texts, rank=1)) <= total(stage2_flops(shape, texts, rank=2)) < total(stage2_flops(shape, texts, rank=2, recomputed=0.5))
+    assert total(forward_flops(shape, texts, only_last=True)) <= total(forward_flops(shape,
+                                                                                     texts)) <= total(forward_flops(shape, padded(texts)))
+    assert total(stage1_flops(shape, texts, texts)) < total(stage1_flops(shape, padded(texts), padded(texts),
+                                                                         only_last=False, recomputed=1))
+    assert total(stage2_flops(shape, texts, rank=1)) <= total(stage2_flops(shape, texts,
+                                                                           rank=2)) < total(stage2_flops(shape, texts,
+                                                                                                         rank=2,
+                                                                                                         recomputed=0.5))
 
 
 @several
@@ -69,7 +81,8 @@ def test_fitting_tokens_is_the_last_that_fits(shape, setup, gigabytes):
 def test_a_plan_fits_and_never_recomputes_twice(shape, setup, work, gigabytes):
     try: plan = choose(shape, setup, work, gigabytes*GB, rate=1e14)
     except ValueError as error:
-        assert "does not fit: it needs" in str(error) and ("it would with" in str(error) or "a smaller model" in str(error))
+        assert "does not fit: it needs" in str(error) and ("it would with" in str(error)
+                                                           or "a smaller model" in str(error))
         return
     assert plan.peak_bytes <= USABLE*gigabytes*GB and plan.seconds > 0
     assert not (plan.gradcache and plan.gradient_checkpointing)
@@ -98,7 +111,8 @@ def test_checkpointing_only_when_memory_asks():
 @pytest.fixture
 def tiny():
     from transformers import AutoConfig
-    return AutoConfig.for_model("llama", vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    return AutoConfig.for_model("llama", vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                                num_attention_heads=4, num_key_value_heads=2)
 
 
 @pytest.mark.parametrize("stage", [Stage1, Stage2])
@@ -119,7 +133,8 @@ def test_short_memory_makes_smaller_pieces_or_says_so(tiny, monkeypatch):
     monkeypatch.setattr(planning, "free_memory", lambda device: 11e6)
     assert plan_for(Stage1(max_length=64), tiny).micro_tokens < planning.ON_CPU["stage1"]
     assert plan_for(Stage1(max_length=64, micro_tokens=1024), tiny).gradient_checkpointing
-    assert not plan_for(Stage2(max_length=64, micro_tokens=256), tiny).gradient_checkpointing # GradCache recomputes already
+    # GradCache recomputes already
+    assert not plan_for(Stage2(max_length=64, micro_tokens=256), tiny).gradient_checkpointing
     monkeypatch.setattr(planning, "free_memory", lambda device: 1e6)
     with pytest.raises(ValueError, match="stage1 does not fit: it needs"): plan_for(Stage1(max_length=64), tiny)
 
@@ -131,5 +146,6 @@ def test_an_unknown_architecture_is_run_unplanned():
 
 
 def test_the_planner_loads_no_heavy_library():
-    code = "import sys; from anchor_nb.training.memory import report, table; table(report('llama-3.1-8b', 8)); print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    code = ("import sys; from anchor_nb.training.memory import report, table; table(report('llama-3.1-8b', 8)); "
+            "print([name for name in ('torch', 'transformers') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

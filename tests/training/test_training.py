@@ -32,7 +32,8 @@ def test_two_processes_are_one(name, tmp_path):
 def test_how_does_not_change_what(name, tmp_path):
     "Batches prepared by other processes, and activations computed twice, leave the trajectory alone."
     stage, settings = STAGES[name]
-    hows = dict(plain={}, prepared=dict(workers=2, gradient_checkpointing="always", micro_tokens=10_000), both=dict(processes=2, workers=1, gradient_checkpointing="always", micro_tokens=10_000))
+    hows = dict(plain={}, prepared=dict(workers=2, gradient_checkpointing="always", micro_tokens=10_000),
+                both=dict(processes=2, workers=1, gradient_checkpointing="always", micro_tokens=10_000))
     for how, extra in hows.items(): run(recipe(stage, tmp_path/how, steps=4, precision="fp64", **settings | extra))
     for how in ("prepared", "both"): assert_same_trajectory(rows(tmp_path/"plain"), rows(tmp_path/how), 1e-9)
 
@@ -40,7 +41,8 @@ def test_how_does_not_change_what(name, tmp_path):
 def test_nothing_is_recomputed_twice(tmp_path):
     "Checkpointing and GradCache together are refused."
     from anchor_nb.training.trainer import train
-    with pytest.raises(ValueError, match="would both recompute"): train(recipe(Stage2, tmp_path/"run", micro_tokens=60, gradient_checkpointing="always"))
+    with pytest.raises(ValueError, match="would both recompute"):
+        train(recipe(Stage2, tmp_path/"run", micro_tokens=60, gradient_checkpointing="always"))
 
 
 def test_sharding_by_another_way_is_refused(tmp_path, monkeypatch):
@@ -61,7 +63,9 @@ def test_eight_bit_optimizer_states(tmp_path):
     assert found[-1]["loss"] < found[0]["loss"] - 0.3
 
 
-@pytest.mark.parametrize("name, settings", [("stage1", {}), ("stage2", dict(micro_tokens=10_000)), ("stage2", dict(processes=2, micro_tokens=150))], ids=["stage1", "stage2", "stage2-two-processes-cached"])
+@pytest.mark.parametrize("name, settings", [("stage1", {}), ("stage2", dict(micro_tokens=10_000)),
+                                            ("stage2", dict(processes=2, micro_tokens=150))],
+                         ids=["stage1", "stage2", "stage2-two-processes-cached"])
 def test_killed_run_is_the_uninterrupted_run(name, settings, tmp_path):
     "SIGKILL at a random step, the same command again: the same bits. Dropout is on in stage II."
     wanted = random.randint(3, 12)
@@ -86,7 +90,8 @@ def test_kill_while_a_checkpoint_is_written(tmp_path):
         process = start(settings, before=KILL_IN_SAVE)
         process.communicate(timeout=300)
         assert process.returncode == -signal.SIGKILL
-        assert [p.name for p in checkpoints(tmp_path/"killed")] == ["checkpoint-2", "checkpoint-4"] and (tmp_path/"killed"/".writing"/"checkpoint-6").exists()
+        assert [p.name for p in checkpoints(tmp_path/"killed")] == ["checkpoint-2",
+                                                                    "checkpoint-4"] and (tmp_path/"killed"/".writing"/"checkpoint-6").exists()
     interrupted(*STAGES["stage1"], tmp_path, kill)
 
 
@@ -136,7 +141,8 @@ def test_a_run_keeps_the_precision_it_began_with(tmp_path, monkeypatch):
     settings = recipe(Stage1, tmp_path/"run", steps=4, save_steps=2)
     assert settings.precision == "auto"
     def die(self, *args, before=AnchorTrainer.training_step, **kwargs):
-        if self.state.global_step == 3: raise KeyboardInterrupt
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
         return before(self, *args, **kwargs)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training, "auto_precision", lambda config: ("bf16", "it was faster"))
@@ -167,19 +173,26 @@ def assert_changes(stage, usual, switch, tmp_path):
 
 
 SEQUENCE = dict(decode_from="sequence")
-SWITCHES1 = [({}, dict(truncation="cut_eos")), ({}, dict(target_eos=False)), ({}, SEQUENCE), (SEQUENCE, dict(target_template=True)), (SEQUENCE, dict(hide_template=True)),
-             ({}, dict(schedule_steps=100)), ({}, dict(schedule="constant")), ({}, dict(precision="pure_bf16")), ({}, dict(alpha=0.8)), ({}, dict(anchor_scale=0.1)), ({}, dict(anchor_norm=False)), ({}, dict(weight_decay=0.5)),
-             ({}, dict(template="plain")), ({}, dict(eos="<|endoftext|>")), ({}, dict(instruction_format="{instruction}: {text}")), ({}, dict(instructions="none")), ({}, dict(seed=1))]
+SWITCHES1 = [({}, dict(truncation="cut_eos")), ({}, dict(target_eos=False)), ({}, SEQUENCE),
+             (SEQUENCE, dict(target_template=True)), (SEQUENCE, dict(hide_template=True)),
+             ({}, dict(schedule_steps=100)), ({}, dict(schedule="constant")), ({}, dict(precision="pure_bf16")),
+             ({}, dict(alpha=0.8)), ({}, dict(anchor_scale=0.1)), ({}, dict(anchor_norm=False)),
+             ({}, dict(weight_decay=0.5)),
+             ({}, dict(template="plain")), ({}, dict(eos="<|endoftext|>")),
+             ({}, dict(instruction_format="{instruction}: {text}")), ({}, dict(instructions="none")),
+             ({}, dict(seed=1))]
 
 
 @pytest.mark.parametrize("usual, switch", SWITCHES1, ids=[str(switch) for _, switch in SWITCHES1])
 def test_every_switch_of_stage1_changes_the_run(usual, switch, tmp_path):
     "A switch that leaves the trajectory alone is not wired."
     (tmp_path/"instructions.yaml").write_text("toy: Find the text\n")
-    assert_changes(Stage1, dict(steps=5, max_length=24, instructions=str(tmp_path/"instructions.yaml")) | usual, switch, tmp_path)
+    assert_changes(Stage1, dict(steps=5, max_length=24, instructions=str(tmp_path/"instructions.yaml")) | usual, switch,
+                   tmp_path)
 
 
-@pytest.mark.parametrize("switch", [dict(temperature=0.02), dict(mask_false_negatives=False), dict(lora_dropout=0.05), dict(lora_rank=4), dict(lora_alpha=8), dict(negatives=0)], ids=str)
+@pytest.mark.parametrize("switch", [dict(temperature=0.02), dict(mask_false_negatives=False), dict(lora_dropout=0.05),
+                                    dict(lora_rank=4), dict(lora_alpha=8), dict(negatives=0)], ids=str)
 def test_every_switch_of_stage2_changes_the_run(switch, tmp_path):
     assert_changes(Stage2, dict(steps=4, global_batch=64, negatives=2, micro_tokens=10_000), switch, tmp_path)
 
@@ -199,7 +212,8 @@ def test_tracker_by_name(tmp_path, monkeypatch):
     settings = recipe(Stage1, tmp_path/"run", steps=6, save_steps=2, trackers=["tensorboard"])
     from anchor_nb.training.trainer import AnchorTrainer
     def die(self, *args, before=AnchorTrainer.training_step, **kwargs):
-        if self.state.global_step == 5: raise KeyboardInterrupt
+        if self.state.global_step == 5:
+            raise KeyboardInterrupt
         return before(self, *args, **kwargs)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(AnchorTrainer, "training_step", die)
@@ -212,8 +226,10 @@ def test_tracker_by_name(tmp_path, monkeypatch):
 def test_paper_and_authors_presets_differ_where_the_notes_say():
     from anchor_nb.core.presets import preset
     ours, theirs = [Stage1(**preset(name, "stage1")) for name in ("paper", "authors-code")]
-    assert (theirs.truncation, theirs.decode_from, theirs.target_eos, theirs.hide_template) == ("cut_eos", "sequence", False, True)
-    assert (ours.steps, ours.learning_rate, ours.global_batch, ours.warmup_steps, ours.alpha) == (2000, 4e-5, 512, 300, 0.2)
+    assert (theirs.truncation, theirs.decode_from, theirs.target_eos, theirs.hide_template) == ("cut_eos", "sequence",
+                                                                                                False, True)
+    assert (ours.steps, ours.learning_rate, ours.global_batch, ours.warmup_steps, ours.alpha) == (2000, 4e-5, 512, 300,
+                                                                                                  0.2)
     ours, theirs = [Stage2(**preset(name, "stage2")) for name in ("paper", "authors-code")]
     assert (ours.temperature, theirs.temperature) == (0.05, 0.02)
     assert (ours.steps, ours.learning_rate, ours.lora_rank, ours.global_batch) == (1000, 2e-4, 16, 512)
