@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from anchor_nb.core.recipe import from_yaml
+from anchor_nb.core.settings import from_yaml
 from anchor_nb.experiments.torchrun import read_pairs
 from anchor_nb.cli.app import MODEL_HELP, START, TEXT, USE, AsJson, answering, app, printable
 

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from ..core.recipe import RECIPES, default
+from ..core.recipe import RECIPES
+from ..core.settings import default
 from ..experiments.torchrun import read_pairs
 from ..experiments.stages import StageError, declared, run_stage, stage_notebook
 from ..runs.ledger import read_json

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..data.rows import content_hash
-from ..core.recipe import identity
+from ..core.settings import identity
 from ..core.redaction import without_secrets
 
 # %% ../../nbs/runs/05_identity.ipynb #67c0a0bc

@@ -19,7 +19,8 @@ from .identity import engine_of, inputs_beside, inputs_of, recipe_sha256, settin
 from ..core.errors import Stopped
 from .ledger import read_json, write_json
 from .provenance import code_version, gpu_names, library_versions, machine, peak_gpu_memory, peak_memory
-from ..core.recipe import RECIPES, as_dict, coerce, default
+from ..core.recipe import RECIPES
+from ..core.settings import as_dict, coerce, default
 from ..core.presets import preset
 from ..core.progress import running_shell
 from ..core.redaction import hide, secret_values, without_secrets
@@ -71,6 +72,7 @@ def other_settings(manifest: dict, recipe) -> list: # sentences
     stage, here, known = type(recipe).__name__.lower(), settings_of(recipe), as_dict(recipe)
     if manifest["stage"] != stage: return [f"it is a {manifest['stage']} run, not {stage}"]
     there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
+    there = recipe.fixed | there # which a recipe of today does not name
     changed = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     found = [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in changed]
     made = manifest.get("engine", {})

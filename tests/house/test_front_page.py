@@ -16,6 +16,7 @@ from anchor_nb.runs.identity import ENGINE
 from anchor_nb.runs.ledger import append_rows, read_rows, write_json
 from anchor_nb.experiments.pipeline import plan
 from anchor_nb.core.recipe import RECIPES
+from anchor_nb.core.settings import from_parameters
 from anchor_nb.runs.manifest import new_manifest, other_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -74,8 +75,8 @@ def stale(manifest):
     "Why the present code and recipe would not make this run; empty where they would."
     found = [] if manifest["status"] == "complete" else [f"its status is {manifest['status']}"]
     if manifest["code"].get("dirty"): found.append("its code had changes that were not committed")
-    try: recipe = RECIPES[manifest["stage"]](**manifest["recipe"])
-    except (TypeError, ValueError) as error: return [*found, f"its recipe is none today: {error}"]
+    try: recipe = from_parameters(RECIPES[manifest["stage"]], manifest["recipe"])
+    except (KeyError, ValueError) as error: return [*found, f"its recipe is none today: {error}"]
     return found + other_settings(manifest, recipe)
 
 
