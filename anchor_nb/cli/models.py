@@ -31,15 +31,6 @@ def doctor(online: Annotated[bool, typer.Option("--online", help="ask the model 
     if not found["ok"]:
         raise typer.Exit(1)
 
-@app.command("lab", rich_help_panel=START, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
-def open_lab(context: typer.Context, folder: Annotated[str, typer.Option("--folder", help="where notebooks are copied; "
-                                                                                          "default: ./anchor_nb_notebooks, in a checkout its own notebooks")] = "",
-             port: Annotated[int, typer.Option(help="0: 8888, or the next free one")] = 0,
-             browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open one")] = True):
-    "JupyterLab at the tutorials, in a folder of your own. Options that are not known here go to JupyterLab, such as --allow-root."
-    from anchor_nb.release.lab import lab
-    lab(folder, port, browser, context.args, say=typer.echo)
-
 # %% ../../nbs/cli/05_models.ipynb #df656516
 @app.command("search", rich_help_panel=USE)
 def search(model: Model, corpus: Annotated[str, typer.Argument(help="JSONL, parquet, a BEIR folder, shards of "

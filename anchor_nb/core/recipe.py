@@ -311,7 +311,7 @@ class Mine(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Recipe):
     "Score models and their snapshots on benchmarks and tasks of mteb, into the ledger."
-    models: dict = setting({}, "label: folder, hub id or short name, or a list for several seeds, or options",
+    models: dict = setting({}, "label: folder, hub id or name; a list for several seeds; or options",
                            "figure 3: untrained, stage I, stage II, both", reads="run", group="first")
     benchmark: str = setting("", "a benchmark by name, such as local, paper15, paper56 or beir14",
                              "paper: MTEB, 56 tasks, and a subset of 15; `anchor-nb benchmarks` lists them",

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from ..core.errors import Stopped
-from ..core.progress import relayed
 
 from ..core.files import write_text
 from ..core.redaction import without_secrets
@@ -310,10 +309,8 @@ def launch_many(function, args: tuple, processes: int, run_dir: Path, start_meth
     began = time.time() - 5 # clocks of nodes differ a little
     slow = {} if check_cuda_p2p_ib_support() else dict(nccl_p2p_disable=1, nccl_ib_disable=1)
     try:
-        with guarded_children(), relayed(own/"progress.json") as shown, environment(omp_num_threads=threads,
-                                                                                    tokenizers_parallelism="false",
-                                                                                    pytorch_nvml_based_cuda_check=1,
-                                                                                    **slow, **shown):
+        variables = dict(omp_num_threads=threads, tokenizers_parallelism="false", pytorch_nvml_based_cuda_check=1)
+        with guarded_children(), environment(**variables, **slow):
             start_ranks(Rank(function, own, threads), args, processes, start, node)
     except Exception as error:
         raise explain(error, folders, began) from None
