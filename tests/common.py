@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.runs.identity import ENGINE
-from anchor_nb.core.recipe import Stage1, Stage2, as_dict
+from anchor_nb.core.recipe import Stage1, Stage2
+from anchor_nb.core.settings import as_dict
 from anchor_nb.data.retrieval_sets import Retrieval
 
 RUN = """

@@ -10,7 +10,8 @@ import difflib, statistics, sys, tempfile, time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from ..core.recipe import Stage1, Stage2, coerce
+from ..core.recipe import Stage1, Stage2
+from ..core.settings import coerce
 from ..models.resolve import resolve_model
 from ..training.flops import Shape
 from .isolation import (OURS, check_same, forget_peak, gpu, in_turns, isolated, memory, merged,

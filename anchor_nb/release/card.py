@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from .. import __version__
-from ..core.recipe import RECIPES, default, paper
+from ..core.recipe import RECIPES, paper
+from ..core.settings import default
 from ..core.redaction import without_secrets
 from ..core.files import write_text
 from ..runs.ledger import read_rows

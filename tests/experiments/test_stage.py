@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from anchor_nb.core.recipe import Stage1, as_yaml
+from anchor_nb.core.recipe import Stage1
+from anchor_nb.core.settings import as_yaml
 from anchor_nb.runs.manifest import read_manifest
 from anchor_nb.training.trainer import train
 from common import recipe, rows

@@ -74,7 +74,8 @@ def stale(manifest):
     "Why the present code and recipe would not make this run; empty where they would."
     found = [] if manifest["status"] == "complete" else [f"its status is {manifest['status']}"]
     if manifest["code"].get("dirty"): found.append("its code had changes that were not committed")
-    try: recipe = RECIPES[manifest["stage"]](**manifest["recipe"])
+    cls = RECIPES[manifest["stage"]]
+    try: recipe = cls(**{name: value for name, value in manifest["recipe"].items() if name not in cls.fixed})
     except (TypeError, ValueError) as error: return [*found, f"its recipe is none today: {error}"]
     return found + other_settings(manifest, recipe)
 
@@ -162,7 +163,7 @@ spec.loader.exec_module(keeping)
 def demo(tmp_path, monkeypatch):
     "What `make demo` leaves, without models: manifests of today, and a file that is not to be kept."
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("anchor_nb.runs.provenance.code_version", lambda: dict(version="0", commit="c" * 40,
+    monkeypatch.setattr("anchor_nb.runs.manifest.code_version", lambda: dict(version="0", commit="c" * 40,
                                                                                dirty=False))
     places = dict(prepare="data", stage1="stage1", anchor="anchor", baseline="baseline")
     for name in ("stage1", "anchor", "baseline"): write_json(Path("runs/demo")/name/"model/config.json", {})
