@@ -2,6 +2,7 @@
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ LONG = dict(slurm="needs a Slurm cluster, which tests/slurm/setup.sh makes; set 
 
 
 def pytest_configure(config):
+    if "ANCHOR_NB_TEST_RUNS" not in os.environ:  # the workers of xdist inherit it
+        os.environ["ANCHOR_NB_TEST_RUNS"] = tempfile.mkdtemp(prefix="anchor_nb-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop("ANCHOR_NB_TEST_RUNS"), ignore_errors=True))
     for name, why in LONG.items(): config.addinivalue_line("markers", f"{name}: {why}")
 
 
