@@ -15,8 +15,11 @@ LITTER = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.eg
                                 ".ipynb_checkpoints", ".pytest_cache", ".hypothesis", "_docs", "_proc*")
 
 
+# What `make test` leaves to `make test-all`, which sets the variables; Slurm's only where there is one.
 LONG = dict(slurm="needs a Slurm cluster, which tests/slurm/setup.sh makes; set ANCHOR_NB_SLURM=1",
-            soak="takes many minutes; set ANCHOR_NB_SOAK=1")
+            soak="takes many minutes; set ANCHOR_NB_SOAK=1",
+            registry="asks a package registry for a real model or corpus; set ANCHOR_NB_REGISTRY=1",
+            ranks="trains on three or four processes; set ANCHOR_NB_RANKS=1")
 
 
 def pytest_configure(config):

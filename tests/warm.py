@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must no
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 ENVIRONMENT = dict(os.environ)
 USUAL = {"stdin", "stdout", "stderr", "cwd", "text", "encoding", "start_new_session"}  # what a fork can be given
+MODULE = "import runpy; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 MAIN = "from anchor_nb.cli.main import main; main()"
 
 
@@ -142,6 +143,8 @@ def order(command) -> dict:
     words = [os.fspath(word) for word in command] if isinstance(command, (list, tuple)) else []
     if len(words) > 2 and words[0] == sys.executable and words[1] == "-c":
         return dict(code=words[2], argv=["-c", *words[3:]], path="")
+    if len(words) > 2 and words[0] == sys.executable and words[1] == "-m":
+        return dict(code=MODULE.format(words[2]), argv=words[2:], path="")
     if words and Path(words[0]) == Path(sys.executable).with_name("anchor-nb"):
         return dict(code=MAIN, argv=words, path=os.path.dirname(words[0]))
 
