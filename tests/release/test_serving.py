@@ -2,7 +2,6 @@
 import asyncio
 import json
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+import warm
 from anchor_nb.release import serving
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.inference.search import open_index
@@ -221,9 +221,8 @@ def test_an_open_address_is_warned_of(monkeypatch, capsys):
 
 def test_from_a_shell_until_it_is_interrupted():
     import signal
-    process = subprocess.Popen([sys.executable, "-c", "from anchor_nb.release.serving import serve; serve(['tiny'], "
-                                                      "'toy', port=0)"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)
+    code = "from anchor_nb.release.serving import serve; serve(['tiny'], 'toy', port=0)"
+    process = warm.Popen([sys.executable, "-c", code], stdout=warm.PIPE, stderr=warm.PIPE, text=True)
     try:
         line = process.stdout.readline()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+  toy, 86 texts, tiny; Ctrl-C ends it\n",
