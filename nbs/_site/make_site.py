@@ -32,7 +32,7 @@ WINGS = dict(core="Settings and files", data="Texts and data", models="Models", 
              training="Training",
              inference="Search and mining", evaluation="Evaluation", analysis="Looking inside",
              experiments="Experiments and figures",
-             release="Export and release", benchmarks="Benchmarks", cli="The command line")
+             release="Export and release", cli="The command line")
 TUTORIALS = ["quickstart", "own_data", "anchor", "search_page", "evaluation", "ablations", "relatives", "cost",
              "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
