@@ -9,13 +9,13 @@ from hypothesis import given, settings, strategies as st
 
 from anchor_nb.evaluation.measure import Evaluation, save_evaluation
 from anchor_nb.evaluation.scores import evaluation_file
-from anchor_nb.evaluation.significance import bootstrap, holm
+from anchor_nb.evaluation.significance import bootstrap
 from anchor_nb.experiments.sweeps import read_sweep
 from anchor_nb.runs.ledger import append_rows, read_json, read_rows, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent/"nbs"/"paper"))
 from experiment import (Claim, answer_table, answers, answers_figure, by_queries, by_training_seed, differences_of,
-                        keep_results, paper_differences, planned_claims, seeds_needed, verdict)
+                        holm, keep_results, paper_differences, planned_claims, seeds_needed, verdict)
 
 OPPOSITE = {"supported": "contradicted", "contradicted": "supported", "undecided": "undecided",
             "no difference that matters": "no difference that matters"}
@@ -38,9 +38,9 @@ def sweep(tmp_path_factory):
                               for seed in ([None] if label == "untrained" else [42, 43, 44]) for task in difficulty]:
         noisy = difficulty[task] + EFFECTS[label](seed) + generator.normal(0, 0.01, 100)
         values = {f"q{k}": float(value) for k, value in enumerate(noisy)}
-        row = dict(label=label, training_seed=seed, step=21, task=task, type="Retrieval", metric="ndcg_at_10", main=True,
-                   value=fmean(values.values()), data="d", model=f"{label}{seed}", seed=0, queries=100, documents=300,
-                   manifest=f"{root}/stage2-1/run.json", max_length=40, instructions="none", benchmark="")
+        row = dict(label=label, training_seed=seed, step=21, task=task, type="Retrieval", metric="ndcg_at_10",
+                   main=True, value=fmean(values.values()), data="d", model=f"{label}{seed}", seed=0, queries=100,
+                   documents=300, manifest=f"{root}/stage2-1/run.json", max_length=40, instructions="none", benchmark="")
         append_rows(root/"ledger.jsonl", [row])
         save_evaluation(Evaluation(task, "Retrieval", "ndcg_at_10", dict(ndcg_at_10=row["value"]), "d", 100, 300, 1.0,
                                    dict(statistic="mean", values=values)), root/"per_query"/evaluation_file(row))
@@ -118,6 +118,39 @@ def test_the_claims_of_the_plan_are_about_arms_of_the_sweep():
     assert paper_differences()["H1"] == pytest.approx(65.19 - 63.95)
 
 
+# ---- Holm's rule ----
+
+def textbook(p):
+    "The rule as it is usually written, a loop over the p values."
+    held, going = [False]*len(p), True
+    for rank, place in enumerate(np.argsort(p)):
+        going = going and p[place] <= 0.05/(len(p) - rank)
+        held[place] = going
+    return held
+
+
+def test_decisions_are_those_of_the_rule_as_it_is_usually_written():
+    generator = np.random.default_rng(1)
+    nine = holm({f"{gain:.2f}": [generator.normal(gain, 0.3, 100) for _ in range(2)]
+                 for gain in (0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2)}).values()
+    expected = textbook([answer.p for answer in nine])
+    assert [answer.p <= 1 - answer.level for answer in nine] == expected
+    assert [not answer.low <= 0 <= answer.high for answer in nine] == expected
+    alone, around = holm({"only": [np.array([1.0, 2.0, 4.0])]})["only"], bootstrap([1, 2, 4], samples=20_000)
+    assert (alone.mean, alone.level) == pytest.approx((7/3, 0.95))
+    assert (alone.low, alone.high) == pytest.approx((around.low, around.high), abs=0.35)
+    assert holm({"equal": [np.zeros(5)]})["equal"].p == 1.0
+    with pytest.raises(ValueError, match="'anchor' has no task, or a task without queries"):
+        holm({"anchor": [np.array([])]})
+
+
+def test_nine_claims_without_a_cause_seldom_have_a_find():
+    generator = np.random.default_rng(2)
+    families = [holm({k: [generator.normal(0, 1, 60)] for k in range(9)}, samples=1000).values() for _ in range(100)]
+    share = np.mean([any(not answer.low <= 0 <= answer.high for answer in family) for family in families])
+    assert share < 0.14 # 5 %, three standard errors of 100 families, and the error of the percentile interval
+
+
 # ---- for every set of scores ----
 
 
@@ -143,7 +176,8 @@ def test_turning_a_claim_around_turns_its_verdict(first_scores, second_scores, f
 @settings(max_examples=40, deadline=None)
 @given(scores, scores, st.permutations(range(12)))
 def test_the_order_of_rows_does_not_matter(first_scores, second_scores, order):
-    rows = rows_of({"one": (first_scores, (0, .1)), "other": (second_scores, (0, 0)), "third": (first_scores, (.2, .2))})
+    arms = {"one": (first_scores, (0, .1)), "other": (second_scores, (0, 0)), "third": (first_scores, (.2, .2))}
+    rows = rows_of(arms)
     claims = [Claim("H1", "one", "other"), Claim("H2", "third", "one")]
     assert answers(rows, claims) == answers([rows[k] for k in order], claims)
 
