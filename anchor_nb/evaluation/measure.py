@@ -18,17 +18,16 @@ from .significance import interval_of, statistic
 
 # %% ../../nbs/evaluation/04_measure.ipynb #8bc948b9
 def trec_name(metric: str) -> str: # ndcg_at_10 -> ndcg_cut_10
-    "The name that the evaluation of single queries has for a metric."
-    return metric.replace("ndcg_at", "ndcg_cut").replace("map_at", "map_cut").replace("recall_at",
-                                                                                      "recall").replace("precision_at",
-                                                                                                        "P")
+    "The name of a metric in the scores of single queries."
+    theirs = {"ndcg_at": "ndcg_cut", "map_at": "map_cut", "recall_at": "recall", "precision_at": "P"}
+    return next((metric.replace(name, other) for name, other in theirs.items() if name in metric), metric)
 
-def watch_queries(task, found: dict):
-    "Have a retrieval task put its main metric for each query into `found` while it is evaluated."
+def watch_queries(task, values: dict):
+    "Have a retrieval task put its main metric for each query into `values` while it is evaluated."
     inner, key = task.task_specific_scores, trec_name(task.metadata.main_score)
     def keep(scores, *args, **kwargs):
-        found.update({f"{kwargs['hf_subset']}/{kwargs['hf_split']}/{query}": float(values[key])
-                      for query, values in scores.items() if key in values})
+        where = f"{kwargs['hf_subset']}/{kwargs['hf_split']}"
+        values.update({f"{where}/{query}": float(metrics[key]) for query, metrics in scores.items() if key in metrics})
         return inner(scores, *args, **kwargs)
     task.task_specific_scores = keep
 
@@ -37,23 +36,25 @@ def predicted_items(task, subset: str, split: str, predictions) -> dict: # item 
     "The values that a task's saved predictions amount to."
     rows, kind = rows_of(task, subset, split), task.metadata.type
     if kind == "Classification":
-        gold = list(rows[task.label_column_name])
-        return dict(enumerate((np.asarray(predictions) == np.asarray(gold)).mean(0).tolist())) if {len(p)
-                                                                                                   for p in predictions} == {len(gold)} else {}
-    if kind == "STS":
-        return {k: [float(g), float(p)] for k, (g, p) in enumerate(zip(rows["score"], predictions["cosine_scores"]))}
-    labels = rows[task.label_column_name]
-    labels = labels[0] if len(rows) == 1 else labels
-    return {k: [float(g), float(p)] for k, (g, p) in enumerate(zip(labels, predictions["similarity_scores"]))}
+        gold = np.asarray(rows[task.label_column_name])
+        if any(len(round_) != len(gold) for round_ in predictions): return {}
+        return dict(enumerate((np.asarray(predictions) == gold).mean(0).tolist()))
+    if kind == "STS": gold, predicted = rows["score"], predictions["cosine_scores"]
+    else:
+        labels = rows[task.label_column_name]
+        gold, predicted = labels[0] if len(rows) == 1 else labels, predictions["similarity_scores"]
+    return {k: [float(g), float(p)] for k, (g, p) in enumerate(zip(gold, predicted))}
 
 def read_predictions(task, folder: Path) -> dict: # "subset/split/item" -> value or [gold, predicted]
     "All values of a task from the predictions that mteb has saved."
     path = Path(folder)/task.prediction_file_name
     if not path.is_file() or task.metadata.type not in ("Classification", "STS", "PairClassification"): return {}
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return {f"{subset}/{split}/{item}": value for subset, splits in saved.items() if subset != "mteb_model_meta"
-            for split, predictions in splits.items() for item, value in predicted_items(task, subset, split,
-                                                                                        predictions).items()}
+    saved, values = json.loads(path.read_text(encoding="utf-8")), {}
+    for subset, split, predictions in ((subset, split, predictions) for subset, splits in saved.items()
+                                       if subset != "mteb_model_meta" for split, predictions in splits.items()):
+        items = predicted_items(task, subset, split, predictions)
+        values |= {f"{subset}/{split}/{item}": value for item, value in items.items()}
+    return values
 
 # %% ../../nbs/evaluation/04_measure.ipynb #ce7a388a
 # of retrieval, beside the main score
@@ -85,12 +86,12 @@ def parts_of(result, task) -> list: # of dictionaries
             if scores["hf_subset"] in task.hf_subsets]
 
 def means(parts: list, wanted) -> dict: # metric -> mean over splits and subsets
-    "The scores of some metrics; those that are not there are left out."
-    return {name: float(np.mean([part[name] for part in parts])) for name in wanted if parts and all(name in part
-                                                                                                     for part in parts)}
+    "The means of some metrics, of those that all parts have."
+    return {name: float(np.mean([part[name] for part in parts])) for name in wanted
+            if parts and all(name in part for part in parts)}
 
 def explaining(values: dict, kind: str, score: float) -> dict: # what `interval_of` takes, or nothing
-    "The items of a task, if they give its score again; then a bootstrap over them is one of the score."
+    "The items of a task if they reproduce its score, so that a bootstrap over them is one of the score."
     items = dict(statistic=statistic(kind), values=values)
     if not values or not items["statistic"]: return {}
     return items if math.isclose(interval_of(items, samples=1).mean, score, abs_tol=1e-4) else {}
@@ -98,16 +99,16 @@ def explaining(values: dict, kind: str, score: float) -> dict: # what `interval_
 # %% ../../nbs/evaluation/04_measure.ipynb #d7c14450
 def forget(store, task, model_meta):
     "Remove the cached results that must not be used again."
-    for each in {part.metadata.name: part for part in (*leaves(task), task)}.values():
-        path = store.get_task_result_path(each.metadata.name, model_meta)
-        try: known = store.load_task_result(each.metadata.name, model_meta)
+    for part in {part.metadata.name: part for part in (*leaves(task), task)}.values():
+        path = store.get_task_result_path(part.metadata.name, model_meta)
+        try: known = store.load_task_result(part.metadata.name, model_meta)
         except Exception: known = None # torn
-        usable = known is not None and known.dataset_revision == each.metadata.revision and not each.is_aggregate
-        if not usable or each is task and not known.get_missing_evaluations(task): path.unlink(missing_ok=True)
+        usable = known is not None and known.dataset_revision == part.metadata.revision and not part.is_aggregate
+        if not usable or part is task and not known.get_missing_evaluations(task): path.unlink(missing_ok=True)
 
 @contextmanager
-def loaded(task):
-    "A task with its data in memory, gone afterwards; ValueError for an empty one. Aggregates load their parts themselves."
+def loaded(task): # -> (queries or rows, documents); of an aggregate (0, 0), since it loads its parts itself
+    "A task with its data in memory, unloaded afterwards; ValueError for an empty one."
     if task.is_aggregate:
         yield 0, 0
         return
@@ -115,13 +116,13 @@ def loaded(task):
     try:
         counts = sizes(task)
         refuse_empty(task, counts)
-        yield tuple(sum(count for (_, _, part), count in counts.items() if part in names)
-                    for names in (("queries", "rows"), ("corpus",)))
+        total = lambda *names: sum(count for (_, _, part), count in counts.items() if part in names)
+        yield total("queries", "rows"), total("corpus")
     finally: task.unload_data()
 
 # %% ../../nbs/evaluation/04_measure.ipynb #454c53d9
 def run_mteb(model, task, store) -> tuple: # (mteb's result, "subset/split/item" -> value or [gold, predicted])
-    "mteb's part, with the values it lets go by."
+    "mteb's part, with the values that it computes and does not keep."
     import datasets, mteb
     datasets.disable_progress_bars()
     values, ranked = {}, hasattr(task, "task_specific_scores")
@@ -131,11 +132,11 @@ def run_mteb(model, task, store) -> tuple: # (mteb's result, "subset/split/item"
         try:
             result = mteb.evaluate(model, task, cache=store, co2_tracker=False, show_progress_bar=False,
                                    encode_kwargs=dict(batch_size=512, show_progress_bar=False),
-                                   prediction_folder=None if ranked or task.is_aggregate
-                                   else predictions).task_results[0]
+                                   prediction_folder=None if ranked or task.is_aggregate else predictions)
         finally:
             if ranked: del task.task_specific_scores
-        return result, values or ({} if task.is_aggregate else read_predictions(task, predictions))
+        if not ranked and not task.is_aggregate: values = read_predictions(task, predictions)
+        return result.task_results[0], values
 
 def evaluate_task(model,        # from `load`, or anything that mteb takes
                   task,         # an mteb task
@@ -145,16 +146,15 @@ def evaluate_task(model,        # from `load`, or anything that mteb takes
     import mteb
     store, started = mteb.ResultCache(cache), time.monotonic()
     forget(store, task, model.mteb_model_meta)
-    with loaded(task) as (asked, searched):
+    with loaded(task) as (queries, documents):
         result, values = run_mteb(model, task, store)
         parts, kind, main = parts_of(result, task), task.metadata.type, task.metadata.main_score
-        metrics = {main: float(np.mean([part["main_score"] for part in parts]))} | (means(parts, METRICS)
-                                                                                    if kind in ("Retrieval",
-                                                                                                "Reranking") else {})
+        metrics = {main: float(np.mean([part["main_score"] for part in parts]))}
+        if kind in ("Retrieval", "Reranking"): metrics |= means(parts, METRICS)
         if not math.isfinite(metrics[main]):
             raise ValueError(f"{task.metadata.name}: the score is undefined; the model may give all texts the same "
                              "vector, or the gold values are all equal")
-        return Evaluation(task.metadata.name, kind, main, metrics, data_id(task), asked, searched,
+        return Evaluation(task.metadata.name, kind, main, metrics, data_id(task), queries, documents,
                           round(time.monotonic() - started, 2), explaining(values, kind, metrics[main]))
 
 # %% ../../nbs/evaluation/04_measure.ipynb #e488c9c9

@@ -32,8 +32,7 @@ ROOT = NOTEBOOKS.parent
 # The wings of the library in their order: each imports only from those before it. Tests read this.
 WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses",
              training="Training", inference="Search and mining", evaluation="Evaluation", analysis="Analysis",
-             experiments="Experiments and figures", release="Export and release", benchmarks="Measuring",
-             cli="The command line")
+             experiments="Experiments and figures", release="Export and release", cli="The command line")
 TUTORIALS = ["quickstart", "own_data", "anchor", "search_page", "evaluation", "ablations", "relatives", "cost",
              "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]

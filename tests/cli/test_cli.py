@@ -163,7 +163,7 @@ def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
 
 # ---- JSON ----
 
-WITH_JSON = ["analyse", "bench", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan",
+WITH_JSON = ["analyse", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan",
              "push",
              "recipe", "recipes", "search", "sweep"]
 
@@ -186,7 +186,6 @@ def stubbed(monkeypatch, tmp_path):
         module, name = place.split(".")
         monkeypatch.setattr(importlib.import_module(f"anchor_nb.{module}"), name, noisy(found))
     facts = dict(rows=3, written=2, below=1, above=0, equal=1, near=0, contaminated=0)
-    stub("bench.run_bench", dict(throughput_ratio={"peer": {"case": 2.0}}))
     stub("decoding.decode_from_anchor", [])
     stub("duplicates.dedup_pairs", dict(datasets={"a": facts}, tests={}))
     stub("doctor.checks", [])
@@ -203,7 +202,7 @@ def stubbed(monkeypatch, tmp_path):
     stub("scoring_commands.run_stage", tmp_path/"x.ipynb")
     (tmp_path/"summary.json").write_text(json.dumps(dict(models={}, failed=[])))
     out = ["-p", f"out={tmp_path}", "-p", "data=pairs"]
-    words = dict(bench=["encode"], decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
+    words = dict(decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
                  encode=["x", "--out", "y"], export=["tiny", "y"],
                  filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"], merge=["a", "b", "--out", "y"],
                  push=["x", "me/x"], recipe=["e5"],

@@ -127,8 +127,8 @@ def test_draws_without_a_positive_pair_are_left_out():
 @pytest.mark.parametrize("items, message", [
     (dict(statistic="", values={"a": 1.0}), "there are mean, spearman, average_precision"),
     (dict(statistic="mean", values={}), "at least one"),
-    (dict(statistic="mean", values={"a": [1, 2]}), "'a': mean wants a number"),
-    (dict(statistic="spearman", values={"a": [1, 2], "b": 3}), "'b': spearman wants"),
+    (dict(statistic="mean", values={"a": [1, 2]}), "'a': mean needs a number"),
+    (dict(statistic="spearman", values={"a": [1, 2], "b": 3}), "'b': spearman needs"),
     (pairs("spearman", [1, 1, 1], [1, 2, 3]), "undefined"),
 ])
 def test_items_that_do_not_fit_are_named(items, message):

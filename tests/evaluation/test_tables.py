@@ -228,7 +228,7 @@ def test_the_line_over_tasks_draws_tasks():
 
 @pytest.mark.parametrize("name", ["tables", "significance"])
 def test_importing_loads_no_heavy_library(name):
-    code = (f"import sys, json, anchor_nb.{name}; print(json.dumps([name for name in ('torch', 'mteb', 'datasets', "
+    code = (f"import sys, json, anchor_nb.evaluation.{name}; print(json.dumps([name for name in ('torch', 'mteb', 'datasets', "
             "'pandas', 'scipy', 'sklearn') if name in sys.modules]))")
     assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) == []
 

@@ -1,0 +1,126 @@
+"""Time and memory of one way of doing some work, in a process of its own, in turns with the others.
+
+A speed is worth quoting as a ratio measured in one run, with the same machine, load and versions on both sides. Peak
+memory belongs to a process, and so do allocators, threads and compiled code: so every measurement is a function of some
+module, called by name in a fresh process. The processes are forked from a server that has imported the libraries and
+done nothing else. A machine gets slower and faster over minutes, so the ways take turns, every second round backwards;
+the median time is kept, and the largest peak. Times of different work cannot be compared, so a benchmark fails when the
+ways disagree.
+"""
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from pkgutil import resolve_name
+
+OURS = "anchor_nb"
+PRELOADED = ["anchor_nb.training.trainer", "anchor_nb.models.embedder", "sentence_transformers"]
+
+
+def gpu():
+    "`torch.cuda` where this process has used it, else None."
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch and torch.cuda.is_initialized() else None
+
+
+def memory() -> tuple:  # (bytes in use, most bytes since `forget_peak`)
+    "What this process holds: GPU memory where it uses a GPU, else resident memory."
+    if gpu(): return gpu().memory_allocated(), gpu().max_memory_allocated()
+    try: return status("VmRSS"), status("VmHWM")  # not getrusage: there a child inherits its parent's peak
+    except OSError:
+        return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*(1 if sys.platform == "darwin" else 1024)
+
+
+def status(name: str) -> int:  # bytes
+    "A line of /proc/self/status; OSError where there is none."
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024*int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def forget_peak():
+    "Reset the peak to what is in use; where the system cannot, it stays that of the whole process."
+    if gpu(): return gpu().reset_peak_memory_stats()
+    try: Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak resident set size
+    except OSError: pass
+
+
+def wait():
+    "Wait until the GPU is idle."
+    if gpu(): gpu().synchronize()
+
+
+def timed(work, repeats: int, warm_up=None) -> dict:  # seconds of each, before_bytes, peak_bytes
+    "Call `warm_up` (or `work`) once without measuring, then `work` `repeats` times."
+    before, seconds = memory()[0], []
+    (warm_up or work)()
+    wait()
+    forget_peak()
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return dict(seconds=seconds, before_bytes=before, peak_bytes=memory()[1])
+
+
+def answer(pipe, function: str, arguments: dict, log: str):
+    "What the process runs; its result or its error goes back, what it prints goes to the log."
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2): os.dup2(file, stream)
+    try: pipe.send((resolve_name(function)(**arguments), ""))
+    except Exception as error: pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+def isolated(function: str,  # such as bench:stage1_way
+             **arguments):   # -> what it returns
+    "Call a function in a fresh process; RuntimeError when it fails or is killed."
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    here, there = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        process = context.Process(target=answer, args=(there, function, arguments, f"{folder}/log"))
+        process.start()
+        there.close()
+        try: result, error = here.recv()
+        except EOFError:
+            result, error = None, "it was killed, probably out of memory; use smaller batches or shorter texts"
+        finally:
+            if sys.exc_info()[0] is KeyboardInterrupt: process.kill()
+            process.join()
+    if error:
+        raise RuntimeError(f"{function.partition(':')[2]} {arguments.get('way', '')}: {error}")
+    return result
+
+
+def in_turns(function: str, ways: list, rounds: int, **arguments) -> dict:  # way -> figures
+    "Measure several ways of the same work alternately; the function takes `way`."
+    parts = {way: [] for way in ways}
+    for turn in range(rounds):
+        for way in ways[::-1] if turn % 2 else ways: parts[way].append(isolated(function, way=way, **arguments))
+    return {way: merged(each) for way, each in parts.items()}
+
+
+def merged(parts: list) -> dict:  # figures of one way, a part for each process
+    "Median time and largest peak."
+    seconds = [value for part in parts for value in part["seconds"]]
+    return dict(parts[0], seconds=statistics.median(seconds), all_seconds=seconds,
+                peak_bytes=max(part["peak_bytes"] for part in parts))
+
+
+def check_same(ways: dict,           # way -> figures
+               *names: str,          # figures that must agree
+               tolerance: float = 0, # relative; 0: to the last bit
+              ):
+    "RuntimeError when the numbers of a way are not ours."
+    flat = lambda value: value if isinstance(value, list) else [value]
+    close = lambda a, b: a == b if isinstance(a, str) or not tolerance else abs(a - b) <= tolerance*max(abs(a), abs(b))
+    for way, figures in ways.items():
+        for name in names:
+            ours, theirs = flat(ways[OURS][name]), flat(figures[name])
+            if len(ours) != len(theirs) or not all(map(close, ours, theirs)):
+                raise RuntimeError(f"{way} and {OURS} differ in {name}: {theirs} and {ours}; their times "
+                                   "cannot be compared")
