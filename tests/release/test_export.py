@@ -284,7 +284,8 @@ def test_an_adapter_alone_and_merged(tmp_path):
     export(model, tmp_path/"adapter", adapter=True)
     for name in ("merged", "adapter"):
         assert check(model, tmp_path/name)["largest"] < 2e-6 and check(model, tmp_path/name)["same"]
-    assert ((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((abs(peer_of(tmp_path/"adapter").encode(SHORT) - AnchorEmbedder.from_pretrained(base).encode(SHORT)).max() > 1e-3))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
+    base_vectors = AnchorEmbedder.from_pretrained(base).encode(SHORT)
+    assert abs(peer_of(tmp_path/"adapter").encode(SHORT) - base_vectors).max() > 1e-3
     assert not (tmp_path/"adapter/model.safetensors").exists() and not (tmp_path/"adapter/config.json").exists()
     assert [files_of(tmp_path/name)[1] for name in ("merged", "adapter")] == [[], []] # an upload takes all of it
     np.testing.assert_allclose(AnchorEmbedder.from_pretrained(str(tmp_path/"adapter")).encode(SHORT),
