@@ -1,4 +1,4 @@
-"Model cards of real runs, their code run on an exported folder, and uploads to a server that speaks the hub's language."
+"Model cards of real runs, their snippets run on an exported folder, and uploads to a server that acts as the hub."
 import base64
 import hashlib
 import json
@@ -148,7 +148,7 @@ def test_the_code_of_the_card_runs_and_all_libraries_agree(exported):
 
 
 def test_nothing_is_said_to_be_read_that_was_not_run(exported):
-    "The export was not checked, so of no library more is known than its rules; and a tag of a hub would be a claim too."
+    "The export was not checked, so only the rules of the libraries are known; a tag of the hub would be a claim too."
     text = (exported/"README.md").read_text()
     assert text.count("Reads this folder: by its rules, not run.") == 4 and "Reads this folder: yes" not in text
     assert "text-embeddings-inference" not in ModelCard(text).data.tags
@@ -157,7 +157,7 @@ def test_nothing_is_said_to_be_read_that_was_not_run(exported):
 # ---- upload ----
 
 class Hub(BaseHTTPRequestHandler):
-    "As much of a hub as `create_repo`, `create_branch`, `create_commit` and `list_repo_files` need; what it was sent is in `server.repos`."
+    "What `create_repo`, `create_branch`, `create_commit` and `list_repo_files` need; uploads are in `server.repos`."
     def log_message(self, *args): pass
 
     def answer(self, content, status=200):
@@ -226,7 +226,8 @@ class Hub(BaseHTTPRequestHandler):
 def server():
     "A hub on this machine."
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url, server.repos, server.large, server.tokens, server.small = f"http://127.0.0.1:{server.server_port}", {}, {}, set(), False
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.repos, server.large, server.tokens, server.small = {}, {}, set(), False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -234,7 +235,7 @@ def server():
 
 
 def push(url, folder, tmp_path, send=True, **how):
-    "`push` of what was shown here, in a process whose client knows another hub and a login; (return code, result or error)."
+    "`push` what was shown here, in a process with another hub and a login; (return code, result or error)."
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path/"home"), HF_HUB_DISABLE_XET="" if how.pop("pipeline",
                                                                                                         False) else "1",
@@ -260,7 +261,7 @@ def test_what_arrives_is_what_was_exported(server, exported, tmp_path):
 
 
 def test_the_newer_way_of_uploading_sends_the_same(server, exported, tmp_path):
-    "With hf_xet the client goes another way; its storage of large files has no stand-in here, so all files go as small ones."
+    "With hf_xet the client uploads differently; its storage of large files has no stand-in, so all go as small ones."
     server.small = True
     code, found = push(server.url, exported, tmp_path, pipeline=True)
     assert code == 0, found
