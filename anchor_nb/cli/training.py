@@ -95,23 +95,6 @@ def plan_memory(model: Annotated[str, typer.Option(help="folder, hub id, short n
     if not all(row["fits"] for row in rows):
         raise typer.Exit(1)
 
-# %% ../../nbs/cli/02_training.ipynb #0c0780d1
-@app.command("bench", rich_help_panel=SCALE)
-def run_benchmark(name: Annotated[str, typer.Argument(help="stage1, stage2, encode or growth")],
-                  quick: Annotated[bool, typer.Option("--quick", help="seconds on a tiny model instead of minutes on a "
-                                                                      "real one")] = False,
-                  out: Annotated[str,
-                                 typer.Option(help="folder of the results, a file of rows for each benchmark")] = "runs/bench",
-                  pairs: Parameters = [], as_json: AsJson = False):
-    "Measure speed and memory against the peers."
-    from anchor_nb.benchmarks import bench
-    with answering(as_json) as answer:
-        result = bench.run_bench(name, quick, out, say=typer.echo, **read_pairs(pairs))
-        ratios = result["throughput_ratio"].items()
-        lines = [f"{case}: our speed is {ratio:.2f} times that of {way}" for way, cases in ratios
-                 for case, ratio in cases.items()]
-        answer(result, *lines, f"all figures: {out}/{name}.jsonl")
-
 # %% ../../nbs/cli/02_training.ipynb #62612ab0
 Slurm = Annotated[list[str], typer.Option("--slurm", metavar="NAME=VALUE", help="an option of sbatch, such as "
                                                                                 "partition=gpu or time=120; give it as "
