@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['Corpus', 'find_corpus', 'app', 'running', 'open_rankers', 'serve']
 
-# %% ../../nbs/release/06_serving.ipynb #8d5fcfcf
+# %% ../../nbs/release/06_serving.ipynb #d436017f
 import asyncio
-import json
 import os
 import socket
 import sys
@@ -323,12 +322,12 @@ def web_server(application): # an ASGI application -> a `uvicorn.Server`
     return uvicorn.Server(uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
                                          lifespan="off", timeout_keep_alive=5, limit_concurrency=100))
 
-# %% ../../nbs/release/06_serving.ipynb #5338b130
+# %% ../../nbs/release/06_serving.ipynb #777d2d97
 @contextmanager
-def running(application, host: str = "127.0.0.1", port: int = 0):
-    "Serve in a thread; yields the address."
+def running(application): # an ASGI application
+    "Serve in a thread on any free port; yields the address."
     server = web_server(application)
-    with listen(host, port) as taken:
+    with listen(port=0) as taken:
         thread = threading.Thread(target=server.run, kwargs=dict(sockets=[taken]), daemon=True)
         thread.start()
         try: yield address(taken)

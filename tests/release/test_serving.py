@@ -5,8 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
