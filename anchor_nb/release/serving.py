@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['Corpus', 'find_corpus', 'app', 'running', 'open_rankers', 'serve']
 
-# %% ../../nbs/release/06_serving.ipynb #8d5fcfcf
+# %% ../../nbs/release/06_serving.ipynb #d436017f
 import asyncio
-import json
 import os
 import socket
 import sys
@@ -24,22 +23,16 @@ import numpy as np
 from ..data.corpora import CORPORA, build_corpus
 from ..data.retrieval_sets import read_retrieval, relevant
 
-# %% ../../nbs/release/06_serving.ipynb #577152b4
+# %% ../../nbs/release/06_serving.ipynb #7ed7f18a
 @dataclass(frozen=True)
 class Limits:
-    "What one request may ask for; the defaults are ours. ValueError for a limit below its minimum."
+    "What one request may ask for; the defaults are ours."
     query_characters: int = 2000 # of a question or an instruction
     hits: int = 100              # texts in an answer, for each model
     shown_characters: int = 2000 # of each text in an answer
     decoded_tokens: int = 40     # of a text written from an embedding
     body_bytes: int = 65536      # of a request
     waiting: int = 8             # requests that may wait while one is computed
-
-    def __post_init__(self):
-        for name, value in asdict(self).items():
-            least = 0 if name == "waiting" else 1
-            if value < least:
-                raise ValueError(f"{name}={value}; give {least} or more")
 
 def plain(text: str, most: int = 0) -> str: # most: characters; 0: all
     "A text that JSON can carry: lone surrogates become question marks; a text that is too long ends in an ellipsis."
@@ -106,7 +99,10 @@ class Ranker:
         return plain(decode_from_anchor(self.index.embedder, query, instruction if self.takes_instruction else "",
                                         max_new_tokens=tokens, rules=self.rules).text)
 
-# %% ../../nbs/release/06_serving.ipynb #0ff62c76
+# %% ../../nbs/release/06_serving.ipynb #db1b7b52
+EXAMPLES, LONGEST = 5, 80 # example questions, and the characters of one that fits on a button
+
+# %% ../../nbs/release/06_serving.ipynb #32c3c9b6
 @dataclass(frozen=True)
 class Corpus:
     "Where the texts are, and what the page says about them."
@@ -116,10 +112,7 @@ class Corpus:
     examples: tuple = ()   # example questions
     judged: tuple = ()     # (question, ids of its relevant texts)
 
-def find_corpus(corpus: str,       # what `search.open_index` takes, or one of `CORPORA`
-                count: int = 5,    # example questions
-                longest: int = 80, # characters of an example question, so that it fits on a button
-               ) -> Corpus:
+def find_corpus(corpus: str) -> Corpus: # corpus: what `search.open_index` takes, or one of `CORPORA`
     "The corpus to search; FileNotFoundError or ValueError when it cannot be searched."
     from anchor_nb.inference.search import check_corpus, is_shards
     path = build_corpus(corpus)/"eval" if corpus in CORPORA and not Path(corpus).exists() else Path(corpus)
@@ -132,9 +125,10 @@ def find_corpus(corpus: str,       # what `search.open_index` takes, or one of `
     check_corpus(str(path))
     if not (path/"task.json").is_file(): return Corpus(str(path), path.stem)
     task = read_retrieval(path)
-    short = [text for text in task.queries.values() if len(text) <= longest]
-    return Corpus(str(path), task.name, task.instruction, tuple(short[::max(1, len(short)//count)][:count]),
-                  tuple((task.queries[key], frozenset(relevant(judged))) for key, judged in task.qrels.items()))
+    short = [text for text in task.queries.values() if len(text) <= LONGEST]
+    judged = tuple((task.queries[key], frozenset(relevant(grades))) for key, grades in task.qrels.items())
+    examples = short[::max(1, len(short)//EXAMPLES)][:EXAMPLES]
+    return Corpus(str(path), task.name, task.instruction, tuple(examples), judged)
 
 # %% ../../nbs/release/06_serving.ipynb #fe94d9c4
 def ranks(scores: np.ndarray) -> tuple: # [texts] -> ([texts] rows, best first; [texts] rank of each row, from 1)
@@ -328,12 +322,12 @@ def web_server(application): # an ASGI application -> a `uvicorn.Server`
     return uvicorn.Server(uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
                                          lifespan="off", timeout_keep_alive=5, limit_concurrency=100))
 
-# %% ../../nbs/release/06_serving.ipynb #5338b130
+# %% ../../nbs/release/06_serving.ipynb #777d2d97
 @contextmanager
-def running(application, host: str = "127.0.0.1", port: int = 0):
-    "Serve in a thread; yields the address."
+def running(application): # an ASGI application
+    "Serve in a thread on any free port; yields the address."
     server = web_server(application)
-    with listen(host, port) as taken:
+    with listen(port=0) as taken:
         thread = threading.Thread(target=server.run, kwargs=dict(sockets=[taken]), daemon=True)
         thread.start()
         try: yield address(taken)
@@ -359,13 +353,12 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder)))
     return rankers
 
-# %% ../../nbs/release/06_serving.ipynb #0f3860fa
+# %% ../../nbs/release/06_serving.ipynb #9601874b
 def serve(models: list,            # one or two: run folders, model folders, hub ids or short names
           corpus: str,             # what `find_corpus` takes
           host: str = "127.0.0.1", # who can reach it; 0.0.0.0: everyone on the network
           port: int = 8000,        # 0: any free one
           k: int = 10,             # texts of each model, unless the visitor changes it
-          limits: Limits = Limits(),
           keep: str = "",          # folder that keeps the encoded corpus for next time
           **how):                  # for `AnchorEmbedder.from_pretrained`
     "Show the search page until interrupted; ValueError, FileNotFoundError or RuntimeError before a model is loaded."
@@ -381,4 +374,4 @@ def serve(models: list,            # one or two: run folders, model folders, hub
         names = ("localhost", "127.0.0.1", "::1", host.lower()) if is_loopback(host) else ()
         print(f"{address(taken)}  {texts.name}, {len(rankers[0].index.ids)} texts, "
               f"{' and '.join(ranker.name for ranker in rankers)}; Ctrl-C to stop", flush=True)
-        with suppress(KeyboardInterrupt): web_server(app(rankers, texts, limits, k, names)).run(sockets=[taken])
+        with suppress(KeyboardInterrupt): web_server(app(rankers, texts, k=k, names=names)).run(sockets=[taken])

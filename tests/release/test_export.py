@@ -98,17 +98,18 @@ def plainly(model, formatter, texts, instruction, peer):
 # ---- the same vectors ----
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "qwen3"])
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_the_weights_and_ids_are_the_same_to_the_last_bit(tmp_path, kind, side):
+def test_the_weights_and_ids_are_the_same_to_the_last_bit(tmp_path, kind):
     "Queries, documents, truncated texts: no difference from the same computation with the weights before the export."
     family = {"llama": "llama3", "qwen2": "qwen2.5", "mistral": "mistral", "qwen3": "qwen2.5"}[kind]
     model = checkpoint(tmp_path/"m", kind, family)
     export(model, tmp_path/"out", query="Find the passage")
-    peer, before = peer_of(tmp_path/"out", side), AutoModel.from_pretrained(model)
+    before = AutoModel.from_pretrained(model)
     formatter = AnchorEmbedder.from_pretrained(model).formatter
     texts = sorted(TEXTS, key=len, reverse=True) # sentence-transformers sorts a batch so
-    for instruction, found in (("Find the passage", peer.encode_query(texts)), ("", peer.encode_document(texts))):
-        assert abs(found - plainly(before, formatter, texts, instruction, peer)).max() == 0
+    for side in ("right", "left"):
+        peer = peer_of(tmp_path/"out", side)
+        for instruction, found in (("Find the passage", peer.encode_query(texts)), ("", peer.encode_document(texts))):
+            assert abs(found - plainly(before, formatter, texts, instruction, peer)).max() == 0, side
     after = AutoModel.from_pretrained(tmp_path/"out").state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.state_dict().items())
 
@@ -160,8 +161,8 @@ def test_poolings_both_ways(tmp_path, pooling, bidirectional):
     found = check(model, tmp_path/"out")
     assert found["same"] and found["largest"] < 2e-6
     config = read(tmp_path/"out/config.json")
-    assert (config.get("is_causal") is False, config.get("use_bidirectional_attention", False)) == (bidirectional,
-                                                                                                    bidirectional)
+    both = config.get("is_causal") is False, config.get("use_bidirectional_attention", False)
+    assert both == (bidirectional, bidirectional)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "qwen3"])
@@ -176,11 +177,10 @@ def test_other_models_look_both_ways_too(tmp_path, kind):
 def test_what_another_library_saved_goes_through(tmp_path):
     "An encoder, with its own prompts, and vectors of any length."
     shutil.copytree(resolve_model("minilm"), tmp_path/"m")
-    (tmp_path/"m/config_sentence_transformers.json").write_text(json.dumps(dict(prompts={"query": "question: ",
-                                                                                         "all": "text: "},
-                                                                                default_prompt_name="all")))
-    (tmp_path/"m/modules.json").write_text(json.dumps([part for part in read(tmp_path/"m/modules.json")
-                                                       if "Normalize" not in part["type"]]))
+    prompts = dict(prompts={"query": "question: ", "all": "text: "}, default_prompt_name="all")
+    (tmp_path/"m/config_sentence_transformers.json").write_text(json.dumps(prompts))
+    modules = [module for module in read(tmp_path/"m/modules.json") if "Normalize" not in module["type"]]
+    (tmp_path/"m/modules.json").write_text(json.dumps(modules))
     export(str(tmp_path/"m"), tmp_path/"out")
     old, new = peer_of(tmp_path/"m"), peer_of(tmp_path/"out")
     for name in ("encode", "encode_query"): assert abs(getattr(old, name)(SHORT) - getattr(new, name)(SHORT)).max() == 0
@@ -227,10 +227,9 @@ def test_documents_that_begin_with_something(tmp_path):
                             instruction_format="{instruction}: {text}")
     save_layout(model, layout)
     export(model, tmp_path/"out", query="question")
-    assert read(tmp_path/"out/config_sentence_transformers.json") == dict(prompts=dict(document="passage: ",
-                                                                                       query="question: "),
-                                                                          default_prompt_name="document",
-                                                                          similarity_fn_name="cosine")
+    expected = dict(prompts=dict(document="passage: ", query="question: "), default_prompt_name="document",
+                    similarity_fn_name="cosine")
+    assert read(tmp_path/"out/config_sentence_transformers.json") == expected
     assert check(model, tmp_path/"out")["same"]
     np.testing.assert_allclose(peer_of(tmp_path/"out").encode(SHORT),
                                AnchorEmbedder.from_pretrained(model).encode(SHORT), atol=1e-6)
@@ -268,9 +267,8 @@ def test_shorter_embeddings_are_named(tmp_path):
 def snapshot(folder, base, **said):
     "An adapter with weights, on a base, as a snapshot of stage II is saved."
     from peft import LoraConfig, get_peft_model
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8,
-                                                                                    target_modules="all-linear",
-                                                                                    task_type="CAUSAL_LM"))
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
     for name, weight in adapted.named_parameters():
         if "lora_B" in name: torch.nn.init.normal_(weight, std=0.1)
     adapted.save_pretrained(folder)
@@ -306,8 +304,8 @@ def test_a_run_of_stage_two_and_its_snapshot(tmp_path):
     assert set(written) == {"query", "document", "toy"} and written["query"] == written["toy"] != ""
     assert read(tmp_path/"merged/config.json")["matryoshka_dimensions"] == [16, 64]
     export(str(tmp_path/"run/snapshots/step-1"), tmp_path/"adapter", adapter=True)
-    assert check(str(tmp_path/"run"), tmp_path/"merged")["same"] and check(str(tmp_path/"run/snapshots/step-1"),
-                                                                           tmp_path/"adapter")["same"]
+    assert check(str(tmp_path/"run"), tmp_path/"merged")["same"]
+    assert check(str(tmp_path/"run/snapshots/step-1"), tmp_path/"adapter")["same"]
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path/"merged").rglob("*.json"))
 
 
@@ -320,22 +318,22 @@ def test_tokens_to_pool_over_stay_before_eos(tmp_path):
     marked.save_pretrained(tmp_path/"m")
     export(str(tmp_path/"m"), tmp_path/"out")
     assert check(str(tmp_path/"m"), tmp_path/"out")["same"]
-    with pytest.raises(ValueError, match="pooling=tokens is known to anchor_nb only"):
+    with pytest.raises(ValueError, match="only anchor_nb knows pooling=tokens"):
         export(str(tmp_path/"m"), tmp_path/"no", pooling="tokens")
 
 
 # ---- what is refused, and what is left behind ----
 
 @pytest.mark.parametrize("said, words, message", [
-    (dict(pooling="content_mean"), {}, "pooling=content_mean is known to anchor_nb only; other libraries pool eos, "
-                                       "last, mean"),
+    (dict(pooling="content_mean"), {},
+     "only anchor_nb knows pooling=content_mean; other libraries know eos, last, mean"),
     (dict(pooling="echo_mean"), {}, "pooling=echo_mean"),
-    ({}, dict(dtype="int8"), "dtype='int8'; there are float32, bfloat16, float16"),
-    ({}, dict(adapter=True), "has whole weights and no adapter; export it without adapter"),
+    ({}, dict(dtype="int8"), "dtype='int8'; choose one of float32, bfloat16, float16"),
+    ({}, dict(adapter=True), "has full weights and no adapter; export it without adapter"),
     ({}, dict(query="find " * 99), "leaves no room for the text"),
-    ({}, dict(adapter=True, head=True), "leave dtype and head out"),
-    (dict(said=dict(recipe=dict(instructions="gone.yaml"), data=dict(a={}))), {}, "in gone.yaml, which is gone; give "
-                                                                                  "prompts")])
+    ({}, dict(adapter=True, head=True), "leave out dtype and head"),
+    (dict(said=dict(recipe=dict(instructions="gone.yaml"), data=dict(a={}))), {},
+     "in gone.yaml, which no longer exists; pass prompts")])
 def test_what_cannot_be_exported_leaves_nothing(tmp_path, said, words, message):
     model = checkpoint(tmp_path/"m", **said)
     with pytest.raises(ValueError, match=re.escape(message)): export(model, tmp_path/"out", **words)
@@ -353,7 +351,7 @@ def test_a_model_that_cuts_eos_is_exported_when_asked(tmp_path):
 def test_adapters_that_need_more_than_their_base_says(tmp_path):
     base = checkpoint(tmp_path/"base")
     model = snapshot(tmp_path/"run/snapshots/step-5", base, bidirectional=True, pooling="mean")
-    with pytest.raises(ValueError, match="does not say that the model looks both ways"):
+    with pytest.raises(ValueError, match="the model uses bidirectional attention; .* does not say so"):
         export(model, tmp_path/"out", adapter=True)
     export(model, tmp_path/"merged")
     assert check(model, tmp_path/"merged")["same"]
@@ -370,7 +368,7 @@ def test_another_folder_is_never_replaced_and_half_of_one_never_left(tmp_path, m
     (tmp_path/"out").rmdir()
     def full(*arguments, **keywords):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(module, "write_parts", full)
+    monkeypatch.setattr(module, "write_modules", full)
     with pytest.raises(OSError, match="the disk is full"): export(model, tmp_path/"out")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 

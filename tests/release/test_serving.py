@@ -4,8 +4,6 @@ import json
 import re
 import sys
 import threading
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
