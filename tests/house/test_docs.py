@@ -1,17 +1,15 @@
 """The documentation site, built once and read in a real browser."""
 import importlib.util
-import json
 import os
 import re
 import stat
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
-from browser import DESK, PHONE, chromium, new_page, open_page, served  # noqa: F401 (fixtures)
+from browser import PHONE, chromium, new_page, open_page, served  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytest.importorskip("smalldocs", reason="the site is rendered by smalldocs: pip install anchor_nb[docs]")
