@@ -1,6 +1,8 @@
-"""Makes again what hrsa.ipynb reads: `python nbs/studies/hrsa_runs.py runs/hrsa nbs/results/hrsa`, a quarter of an hour on two CPU cores.
+"""Makes again what hrsa.ipynb reads, in a quarter of an hour on two CPU cores.
 
-Trains the demo's stage I, both stages and stage II alone with two seeds, and compares them. Runs that are there are gone on with.
+    python nbs/studies/hrsa_runs.py runs/hrsa nbs/results/hrsa
+
+Trains the demo's stage I, both stages and stage II alone with two seeds, and compares them. Existing runs are resumed.
 """
 import dataclasses
 import json

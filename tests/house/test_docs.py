@@ -1,17 +1,15 @@
 """The documentation site, built once and read in a real browser."""
 import importlib.util
-import json
 import os
 import re
 import stat
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
-from browser import DESK, PHONE, chromium, new_page, open_page, served  # noqa: F401 (fixtures)
+from browser import PHONE, chromium, new_page, open_page, served  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytest.importorskip("smalldocs", reason="the site is rendered by smalldocs: pip install anchor_nb[docs]")
@@ -163,6 +161,13 @@ def test_names_that_mean_two_things_are_not_linked():
                                                "b.both": "/b.html#b.both", "one": "/a.html#a.one"}
 
 
+def test_the_front_page_names_the_wings_in_their_order():
+    "The map is the folders and WINGS; the list on the front page follows it."
+    text = (ROOT/"README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- `(\w+)`: ", text[text.index("## The wings"):text.index("## Tutorials")], flags=re.M)
+    assert listed == [wing for wing in make_site.WINGS if wing != "benchmarks"]
+
+
 def test_notebooks_named_in_prose_become_links():
     pages = make_site.all_notebooks()
     text = ("See `models/04_pooling`, [there](analysis/01_representation_similarity.html#x), `tutorials/cost`, "
@@ -171,8 +176,8 @@ def test_notebooks_named_in_prose_become_links():
                                                            "[there](analysis/representation_similarity.ipynb#x), "
                                                            "[`tutorials/cost`](tutorials/cost.ipynb), "
                                                            "`06_nothing`.\n```\n`models/04_pooling`\n```")
-    assert make_site.linked("`models/04_pooling`", Path("tutorials/cost"),
-                            pages) == "[`models/04_pooling`](../models/pooling.ipynb)"
+    there = make_site.linked("`models/04_pooling`", Path("tutorials/cost"), pages)
+    assert there == "[`models/04_pooling`](../models/pooling.ipynb)"
 
 
 def test_a_folder_that_is_no_site_is_not_replaced(tmp_path):
@@ -187,9 +192,13 @@ def test_with_quarto_nbdevs_own_command_renders(tmp_path, monkeypatch):
     fake.parent.mkdir()
     fake.write_text(f"""#!{sys.executable}
 import json, os, pathlib, sys
-if sys.argv[1] == "inspect": print(json.dumps({{"config": {{"project": {{"type": "default"}}}}, "files": {{"input": []}}}})); raise SystemExit
-out = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1]); (out/"site_libs").mkdir(parents=True)
-(out/"index.html").write_text(pathlib.Path("sidebar.yml").read_text() + pathlib.Path("_quarto.yml").read_text() + "".join(sorted(str(p) for p in pathlib.Path(".").rglob("*.ipynb"))))
+if sys.argv[1] == "inspect":
+    print(json.dumps({{"config": {{"project": {{"type": "default"}}}}, "files": {{"input": []}}}}))
+    raise SystemExit
+out = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1])
+(out/"site_libs").mkdir(parents=True)
+shown = [pathlib.Path("sidebar.yml").read_text(), pathlib.Path("_quarto.yml").read_text()]
+(out/"index.html").write_text("".join([*shown, *sorted(str(p) for p in pathlib.Path(".").rglob("*.ipynb"))]))
 """)
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")

@@ -1,8 +1,9 @@
 """Every number on the front page and the pages behind it is made by the present code, or says which commit made it.
 
 A results folder that fails here was made with other settings or another state of the code. Make it again: for the demo
-`rm -r runs/demo; make demo` and `nbs/results/keep.py`, then run nbs/index.ipynb and nbs/pages, and `python setup.py readme`. Or, where
-it is to stay as a record, name it with its commits in nbs/results/kept.json, and print that with `kept` on the page.
+`rm -r runs/demo; make demo` and `nbs/results/keep.py`, then run nbs/index.ipynb and nbs/pages, and `python setup.py
+readme`. Or, where it is to stay as a record, name it with its commits in nbs/results/kept.json, and print that with
+`kept` on the page.
 """
 import ast
 import importlib.util
@@ -10,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_the_folders_of_the_page_are_found():
 # ---- whose state a folder is ----
 
 def manifests(folder):
-    "Where a manifest lies -> what it says: those of runs, and those that an evaluation appends, of each the last state."
+    "Name -> manifest: those of runs, and those that an evaluation appends, of each the last state."
     found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/run.json")}
     evaluations = folder/"evaluations.jsonl"
     if evaluations.is_file():
@@ -112,7 +113,7 @@ def test_a_folder_is_of_the_present_state_or_says_whose(folder):
         return
     commits = {manifest["code"]["commit"] for manifest in manifests(NBS/folder).values()}
     assert commits == set(KEPT[folder]["commits"]) and KEPT[folder]["why"]
-    for cell, following in ((cell, following) for cells in PAGES.values() for cell, following in pairwise([*cells, {}])):
+    for cell, following in chain.from_iterable(pairwise([*cells, {}]) for cells in PAGES.values()):
         if folder not in read_by(source_of(cell)) or "#| hide" in source_of(cell): continue
         beside = shown_by(cell) + shown_by(following) # a figure cannot print it itself
         assert all(commit[:7] in beside for commit in commits), f"{folder}: print kept({folder!r}) beside its numbers"
