@@ -1,6 +1,6 @@
-"""Makes again what hrsa.ipynb reads: `python nbs/studies/hrsa_runs.py runs/hrsa nbs/results/hrsa`, a quarter of an hour on two CPU cores.
+"""Makes what hrsa.ipynb reads: `python nbs/studies/hrsa_runs.py runs/hrsa nbs/results/hrsa`, 15 minutes on two cores.
 
-Trains the demo's stage I, both stages and stage II alone with two seeds, and compares them. Runs that are there are gone on with.
+Trains the demo's stage I, both stages and stage II alone with two seeds, and compares them. Existing runs are resumed.
 """
 import dataclasses
 import json
