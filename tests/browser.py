@@ -7,7 +7,6 @@ what is left when the test ends fails it.
 import functools
 import os
 import shutil
-import socket
 import threading
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -96,13 +95,6 @@ def open_page(chromium):
     problems = [problem for page in pages for problem in page.problems]
     for page in pages: page.context.close()
     assert not problems, "\n".join(problems)
-
-
-def free_port():
-    "A port of the loopback that nobody listens on now."
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Quiet(SimpleHTTPRequestHandler):

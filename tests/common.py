@@ -1,20 +1,24 @@
 "What several test files need: a small training recipe, and its run in a process of its own."
 import json
+import os
 import random
 import signal
-import subprocess
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import warm
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.runs.identity import ENGINE
-from anchor_nb.core.recipe import Stage1, Stage2, as_dict
+from anchor_nb.core.recipe import Stage1, Stage2
+from anchor_nb.core.settings import as_dict
 from anchor_nb.data.retrieval_sets import Retrieval
 
 RUN = """
@@ -40,11 +44,10 @@ def recipe(stage, out, **changes):
     return stage(**usual | changes)
 
 
-def start(recipe, before="") -> subprocess.Popen:
+def start(recipe, before="") -> warm.Popen:
     "Train in another process, as a script would; `before` is code to run there first."
     arguments = json.dumps([type(recipe).__name__.lower(), as_dict(recipe)])
-    return subprocess.Popen([sys.executable, "-c", before + RUN, arguments], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)
+    return warm.Popen([sys.executable, "-c", before + RUN, arguments], stdout=warm.PIPE, stderr=warm.STDOUT, text=True)
 
 
 def stop_after(count, process, out, number=signal.SIGKILL) -> str:
@@ -61,6 +64,15 @@ def run(recipe):
     process = start(recipe)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output[-3000:]
+
+
+def reference(stage, **settings) -> Path:
+    "The folder of the uninterrupted run of a recipe, which all tests of a session share; it is made once."
+    name = sha256(json.dumps([stage.__name__, settings], sort_keys=True).encode()).hexdigest()[:16]
+    out = Path(os.environ["ANCHOR_NB_TEST_RUNS"])/name
+    with FileLock(f"{out}.lock"):
+        if not (out/"model").exists(): run(recipe(stage, out, **settings))
+    return out
 
 
 def rows(out) -> list:
@@ -96,11 +108,10 @@ def interrupted(stage, settings, tmp_path, kill):
     "The same recipe uninterrupted, and killed by `kill(process, folder)` and started again."
     settings = dict(settings, steps=24, save_steps=2)
     if stage is Stage2: settings |= dict(lora_dropout=0.1, snapshot_steps=5)
-    run(recipe(stage, tmp_path/"whole", **settings))
     kill(recipe(stage, tmp_path/"killed", **settings))
     assert not (tmp_path/"killed"/"model").exists(), "the run was faster than its killer; give it more steps"
     run(recipe(stage, tmp_path/"killed", **settings))
-    assert_same_run(tmp_path/"whole", tmp_path/"killed")
+    assert_same_run(reference(stage, **settings), tmp_path/"killed")
 
 
 WORDS = "moon tide bread flour compiler code sea water baker moonlight".split()

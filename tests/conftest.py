@@ -2,6 +2,7 @@
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,17 @@ LITTER = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.eg
                                 ".ipynb_checkpoints", ".pytest_cache", ".hypothesis", "_docs", "_proc*")
 
 
+# What `make test` leaves to `make test-all`, which sets the variables; Slurm's only where there is one.
 LONG = dict(slurm="needs a Slurm cluster, which tests/slurm/setup.sh makes; set ANCHOR_NB_SLURM=1",
-            soak="takes many minutes; set ANCHOR_NB_SOAK=1")
+            soak="takes many minutes; set ANCHOR_NB_SOAK=1",
+            registry="asks a package registry for a real model or corpus; set ANCHOR_NB_REGISTRY=1",
+            ranks="trains on three or four processes; set ANCHOR_NB_RANKS=1")
 
 
 def pytest_configure(config):
+    if "ANCHOR_NB_TEST_RUNS" not in os.environ:  # the workers of xdist inherit it
+        os.environ["ANCHOR_NB_TEST_RUNS"] = tempfile.mkdtemp(prefix="anchor_nb-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop("ANCHOR_NB_TEST_RUNS"), ignore_errors=True))
     for name, why in LONG.items(): config.addinivalue_line("markers", f"{name}: {why}")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from .. import __version__
-from ..core.recipe import identity
+from ..core.settings import identity
 from ..data.packages import cache_dir
 from ..runs.ledger import read_json, write_json
 from ..runs.provenance import peak_gpu_memory, peak_memory

@@ -12,7 +12,7 @@ from typing import Iterable, Iterator, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from ..core.recipe import Recipe, setting
+from ..core.settings import Recipe, setting
 from ..data.prompts import Formatter
 from ..models.packing import cut_by_tokens
 from ..models.attention import attention_inputs

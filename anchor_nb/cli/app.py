@@ -23,6 +23,7 @@ from ..core.errors import exit_code, two_lines
 from ..runs.launch import forget_stale_ranks
 from ..experiments.pipeline import full_preset
 from ..core.recipe import RECIPES
+from ..core.settings import GROUPS, grouped, grouped_yaml
 from ..core.presets import methods, presets
 from ..experiments.torchrun import read_pairs, read_parameter_file
 from ..experiments.stages import checked, declared, stage_notebook
@@ -165,13 +166,32 @@ def first_line(notebook: Path) -> str: # the line behind ">" in the first cell
     text = "".join(read_json(notebook)["cells"][0]["source"])
     return next((line.lstrip("> ") for line in text.splitlines() if line.startswith(">")), "")
 
-def parameter_help(stage: str,  # a stage
-                  ) -> str:     # one line a parameter
-    "The parameters of a stage, for `--help`."
+def parameter_line(f, width: int) -> str: # f: a field of a recipe
+    "A parameter with its type and meaning, for `--help`."
+    text, choices = f.metadata["help"], f.metadata["choices"]
+    if not all(choice in text for choice in choices): text += f" ({', '.join(choices)})"
+    return f"  {f'{f.name}: {f.type.__name__}':{width}}  {text}"
+
+def parameter_help(stage: str, every: bool = False) -> str: # every: all groups, not the first alone
+    "The parameters of a stage by group, for `--help` and `--help-all`."
     if stage not in RECIPES: return ""
-    about = [(f"{f.name}: {f.type.__name__}", f.metadata["help"]) for f in fields(RECIPES[stage])]
-    width = max(len(name) for name, _ in about)
-    return "\b\nParameters (-p name=value):\n" + "\n".join(f"  {name:{width}}  {text}" for name, text in about)
+    groups = grouped(RECIPES[stage])
+    shown = groups if every else dict(first=groups["first"])
+    width = max(len(f"{f.name}: {f.type.__name__}") for members in shown.values() for f in members)
+    blocks = ["\n".join([f"\b\n{GROUPS[group]} (-p name=value):", *(parameter_line(f, width) for f in members)])
+              for group, members in shown.items()]
+    hidden = sum(map(len, groups.values())) - sum(map(len, shown.values()))
+    if hidden: blocks.append(f"`anchor-nb {stage} --help-all` shows the other {hidden}.")
+    return "\n\n".join(blocks)
+
+def show_all(ctx: typer.Context, wanted: bool):
+    "Print every parameter of a stage and end."
+    if not wanted: return
+    typer.echo(f"{ctx.get_usage()}\n\n{parameter_help(ctx.info_name, every=True)}".replace("\b\n", ""))
+    raise typer.Exit()
+
+HelpAll = Annotated[bool, typer.Option("--help-all", help="show every parameter and exit", callback=show_all,
+                                       is_eager=True)]
 
 # %% ../../nbs/cli/00_app.ipynb #8be04412
 def spelled_out(stage: str, values: dict) -> tuple: # (all parameters, the same as a file for -f)
@@ -179,8 +199,9 @@ def spelled_out(stage: str, values: dict) -> tuple: # (all parameters, the same 
     import yaml
     notebook = stage_notebook(stage)
     values = {name: value for name, (_, value) in declared(notebook).items()} | checked(notebook, values)
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip("\n")
-    return values, f"# {stage}: {first_line(notebook)}\n{text}"
+    text = (grouped_yaml(RECIPES[stage], values) if stage in RECIPES
+            else yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    return values, f"# {stage}: {first_line(notebook)}\n\n{text}".rstrip("\n")
 
 def show(stage: str, values: dict):
     "Print the parameters a stage would run with."

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from anchor_nb.core.recipe import from_yaml
+from anchor_nb.core.settings import from_yaml
 from anchor_nb.experiments.torchrun import read_pairs
 from anchor_nb.cli.app import MODEL_HELP, START, TEXT, USE, AsJson, answering, app, printable
 
@@ -30,15 +30,6 @@ def doctor(online: Annotated[bool, typer.Option("--online", help="ask the model 
         answer(found, line + (f"; look at {', '.join(found['warned'])}" if found["warned"] else ""))
     if not found["ok"]:
         raise typer.Exit(1)
-
-@app.command("lab", rich_help_panel=START, context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
-def open_lab(context: typer.Context, folder: Annotated[str, typer.Option("--folder", help="where notebooks are copied; "
-                                                                                          "default: ./anchor_nb_notebooks, in a checkout its own notebooks")] = "",
-             port: Annotated[int, typer.Option(help="0: 8888, or the next free one")] = 0,
-             browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open one")] = True):
-    "JupyterLab at the tutorials, in a folder of your own. Options that are not known here go to JupyterLab, such as --allow-root."
-    from anchor_nb.release.lab import lab
-    lab(folder, port, browser, context.args, say=typer.echo)
 
 # %% ../../nbs/cli/05_models.ipynb #df656516
 @app.command("search", rich_help_panel=USE)

@@ -12,11 +12,12 @@ from typing import Annotated
 
 import typer
 
-from ..core.recipe import RECIPES, default
+from ..core.recipe import RECIPES
+from ..core.settings import default
 from ..experiments.torchrun import read_pairs
 from ..experiments.stages import StageError, declared, run_stage, stage_notebook
 from ..runs.ledger import read_json
-from .app import (MODEL_HELP, SCORE, AsJson, DryRun, Output, ParameterFile, Parameters, Preset, Quiet,
+from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile, Parameters, Preset, Quiet,
                                answering, app, gather, parameter_help, spelled_out)
 
 # %% ../../nbs/cli/03_scoring.ipynb #cfff1636
@@ -51,7 +52,8 @@ def outcome(out: str) -> dict:
 @app.command("evaluate", rich_help_panel=SCORE, help=f"{RECIPES['evaluate'].__doc__}\n\n{parameter_help('evaluate')}")
 def evaluate(model: Model = "", benchmark: Benchmark = "", task: Task = [], data_root: DataRoot = "",
              as_json: AsJson = False, parameter: Parameters = [], preset: Preset = "",
-             file: ParameterFile = None, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False):
+             file: ParameterFile = None, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
+             help_all: HelpAll = False):
     with answering(as_json) as answer:
         given = gather("evaluate", preset, file, [])
         values = evaluate_parameters(model, benchmark, task, data_root, given, read_pairs(parameter))
@@ -100,7 +102,7 @@ def analyse(a: Annotated[str, typer.Argument(help="the model before: run folder,
             quick: Annotated[bool, typer.Option("--quick", help="a few hundred texts, for a first look")] = False,
             as_json: AsJson = False,
             parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, output: Output = None,
-            dry_run: DryRun = False, quiet: Quiet = False):
+            dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
     words = {name: value for name, value in dict(a=a, b=b, data=data, again=again, quick=quick).items() if value}
     with answering(as_json) as answer:
         if bool(a) != bool(b):

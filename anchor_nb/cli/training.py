@@ -17,7 +17,7 @@ from ..core.recipe import RECIPES
 from ..core.presets import methods, presets
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
-from .app import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, Output, ParameterFile,
+from .app import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output, ParameterFile,
                                Parameters, Preset, Quiet, Recipe, answering, app, first_line, gather, parameter_help,
                                show, with_gpus)
 
@@ -36,7 +36,7 @@ def list_presets():
 def add_stage(stage: str):
     "Add a command that runs one stage."
     def command(parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, gpus: Gpus = -1,
-                output: Output = None, dry_run: DryRun = False, quiet: Quiet = False):
+                output: Output = None, dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
         values = gather(stage, preset, file, parameter) | with_gpus(stage, gpus)
         if dry_run: return show(stage, values)
         # the first node has the notebook

@@ -275,8 +275,7 @@ def recipe_layout(tokenizer, stored: Layout | None, # what the checkpoint says
     fits = stored and recipe.template in ("auto", stored.template) and recipe.eos in ("", stored.eos)
     layout = replace(stored, **wanted) if fits else resolve_layout(tokenizer, recipe.template, recipe.eos,
                                                                    stored and stored.bos, **wanted)
-    return fit_layout(layout, recipe.pooling, recipe.pooling_tokens or (stored.pooling_tokens if stored else 0),
-                      recipe.echo)
+    return fit_layout(layout, recipe.pooling, recipe.pooling_tokens or (stored.pooling_tokens if stored else 0))
 
 # %% ../../nbs/data/01_prompts.ipynb #3b1fd7f8
 def paper_instructions() -> dict: # dataset -> list of instructions

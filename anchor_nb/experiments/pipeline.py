@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..core.recipe import RECIPES, coerce, default
+from ..core.recipe import RECIPES
+from ..core.settings import coerce, default
 from ..core.presets import preset
 from .report import report_html
 from .stages import checked, run_stage, stage_notebook

@@ -22,7 +22,8 @@ from ..core.errors import Stopped
 from ..runs.launch import environment
 from ..runs.ledger import read_json, write_json, write_text
 from ..runs.provenance import package_folder
-from ..core.recipe import RECIPES, check_names, coerce
+from ..core.recipe import RECIPES
+from ..core.settings import check_names, coerce
 from ..runs.checkpoints import check_places, locked
 from ..core.redaction import hide, secret_values, without_secrets
 from ..runs.manifest import STOPPED, fail_run, now, read_manifest, reason_of

@@ -24,7 +24,8 @@ from ..runs.launch import environment
 from ..runs.ledger import append_rows, read_json, read_rows, to_restate, write_json
 from .pipeline import full_preset
 from ..runs.provenance import gpu_names
-from ..core.recipe import RECIPES, check_names
+from ..core.recipe import RECIPES
+from ..core.settings import check_names
 from ..core.presets import methods, preset_folder, presets
 from .torchrun import TRAINING
 from ..runs.checkpoints import locked

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from .. import __version__
 from ..core.files import keep_apart, write_text
 from ..core.progress import progress
-from ..core.recipe import Recipe, check_names, identity, setting
+from ..core.settings import Recipe, check_names, identity, setting
 from ..core.redaction import without_secrets
 from ..data.rows import content_hash, file_hash, find_sources, open_table
 from ..runs.checkpoints import locked

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from .infonce import ContrastiveBatch, View, cosines, info_nce, to_documents, total_queries
 from ..core.distributed import gather, world
-from .negatives import debiased_nce, to_own, to_queries, too_close
+from .negatives import to_own, to_queries, too_close
 from .sigreg import random_directions, sigreg
 from .matryoshka import sizes_of
 from .distillation import distillation
@@ -25,14 +25,10 @@ class ContrastiveRules:
     both_directions: bool = False     # documents look for their queries too
     margin: str = "none"              # absolute or relative: candidates about as good as the positive are no negatives
     margin_size: float = 0.0          # how far below the positive's cosine the limit lies
-    tau_plus: float = 0.0             # share of candidates taken to be false negatives
     sigreg: float = 0.0               # weight of the regulariser
-    sigreg_directions: int = 256      # upstream: 256
     seed: int = 42                    # decides the directions, with the number of the step
     matryoshka_dims: tuple = ()       # shorter embeddings that are trained too
-    matryoshka_weights: tuple = ()    # empty: 1 each
     distillation: str = "none"        # margin_mse or kl
-    distillation_weight: float = 1.0
     teacher_temperature: float = 0.0  # the teacher's scores are divided by it; 0: by temperature, as the student's
     contrastive_weight: float = 1.0   # of InfoNCE
 
@@ -59,12 +55,9 @@ def share(total: Tensor, count: Tensor) -> tuple: # (for the backward pass, for 
 
 def compared(view: View, masked: Tensor, size: int,
              rules: ContrastiveRules) -> tuple: # ([n] losses, [n] bool: is the counterpart the best?)
-    "InfoNCE or its debiased form on the first `size` numbers."
+    "InfoNCE on the first `size` dimensions."
     texts, candidates = view.texts[..., :size], view.candidates[..., :size]
-    if not rules.tau_plus: return info_nce(texts, candidates, view.positives, rules.temperature, masked)
-    scores = cosines(texts, candidates)/rules.temperature
-    return debiased_nce(scores, view.positives, masked, rules.tau_plus, rules.temperature), scores.masked_fill(masked,
-                                                                                                               float("-inf")).argmax(1) == view.positives
+    return info_nce(texts, candidates, view.positives, rules.temperature, masked)
 
 def distillation_share(own: View, teacher: Tensor, size: int, rules: ContrastiveRules) -> tuple:
     "What the teacher's scores ask for on the first `size` numbers."
@@ -75,7 +68,7 @@ def distillation_share(own: View, teacher: Tensor, size: int, rules: Contrastive
 
 def sigreg_share(embeddings: Tensor, batch: ContrastiveBatch, rules: ContrastiveRules) -> tuple:
     "The regulariser on all texts; every rank computes the value of the global batch."
-    value = sigreg(embeddings, random_directions(embeddings.shape[1], rules.sigreg_directions, rules.seed, batch.step,
+    value = sigreg(embeddings, random_directions(embeddings.shape[1], 256, rules.seed, batch.step, # gritlm-re: 256
                                                  embeddings.device))
     return value, value.detach()/world()[1]
 
@@ -92,15 +85,14 @@ def contrastive_objective(embeddings: Tensor, # [texts, hidden] of this rank's `
     views, queries = views_of(embeddings, batch, rules.both_directions), total_queries(batch)
     judged = views if batch.guide is None else views_of(batch.guide, batch, rules.both_directions)
     masks, close = zip(*[mask_of(view, other, rules) for view, other in zip(views, judged)])
-    full, sizes = embeddings.shape[1], sizes_of(embeddings.shape[1], rules.matryoshka_dims, rules.matryoshka_weights)
+    full, sizes = embeddings.shape[1], sizes_of(embeddings.shape[1], rules.matryoshka_dims)
     found = {size: [compared(view, masked, size, rules) for view, masked in zip(views, masks)] for size in sizes}
     terms = {("loss_contrastive", size): (rules.contrastive_weight*weight,
                                           share(sum(losses.sum() for losses, _ in found[size]), queries*len(views)))
              for size, weight in sizes.items()}
     if rules.distillation != "none":
         own = to_own(embeddings, batch)
-        terms |= {("loss_distillation", size): (rules.distillation_weight*weight, distillation_share(own, batch.teacher,
-                                                                                                     size, rules))
+        terms |= {("loss_distillation", size): (weight, distillation_share(own, batch.teacher, size, rules))
                   for size, weight in sizes.items()}
     if rules.sigreg: terms["sigreg", full] = rules.sigreg, sigreg_share(embeddings, batch, rules)
     loss, logged = [sum(weight*both[k] for weight, both in terms.values()) for k in (0, 1)]

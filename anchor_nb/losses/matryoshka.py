@@ -8,7 +8,6 @@ __all__ = ['sizes_of']
 # %% ../../nbs/losses/08_matryoshka.ipynb #678dc95e
 def sizes_of(hidden: int,         # numbers of the full embedding
              dims: tuple = (),    # shorter sizes
-             weights: tuple = (), # of the shorter sizes; empty: 1 each
             ) -> dict:            # size -> weight; the full size first, weights sum to 1
     "What each size of the embedding counts; ValueError for a size or weight that makes no sense."
     if wrong := [size for size in dims if not 0 < size < hidden]:
@@ -16,10 +15,4 @@ def sizes_of(hidden: int,         # numbers of the full embedding
                          "model's embeddings, which always counts; leave it out")
     if len(set(dims)) < len(dims):
         raise ValueError(f"matryoshka_dims={list(dims)} names a size twice; name each once")
-    if weights and len(weights) != len(dims):
-        raise ValueError(f"matryoshka_weights has {len(weights)} numbers for {len(dims)} matryoshka_dims; give one for "
-                         "each")
-    if any(not weight >= 0 for weight in weights):
-        raise ValueError(f"matryoshka_weights={list(weights)} must not be negative")
-    given = dict([(hidden, 1.0), *zip(dims, weights or [1.0]*len(dims))])
-    return {size: weight/sum(given.values()) for size, weight in given.items()}
+    return {size: 1/(1 + len(dims)) for size in (hidden, *dims)}

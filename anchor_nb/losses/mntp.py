@@ -33,7 +33,6 @@ def mask_text(text,            # `prompts.Tokens`
               mask: int,       # id that stands for a masked token
               vocabulary: int, # random tokens are drawn from this many
               fraction: float = 0.2,      # LLM2Vec: 0.2; 0.8 for Mistral
-              replace: str = "80/10/10",  # or mask: every masked token becomes the mask token; LLM2Vec for Mistral
              ) -> Masked:
     "Mask a part of a text's content: one token at least, if there is one that another token precedes."
     allowed = np.arange(max(text.start, 1), text.stop)
@@ -41,9 +40,8 @@ def mask_text(text,            # `prompts.Tokens`
     chosen = allowed[random.random(len(allowed)) < fraction]
     if not len(chosen): chosen = random.choice(allowed, 1)
     ids, dice = np.array(text.ids), random.random(len(chosen))
-    targets, shares = ids[chosen], (0.8, 0.9) if replace == "80/10/10" else (1.0, 1.0)
-    ids[chosen] = np.select([dice < shares[0], dice < shares[1]], [mask, random.integers(0, vocabulary, len(chosen))],
-                            targets)
+    targets = ids[chosen]
+    ids[chosen] = np.select([dice < 0.8, dice < 0.9], [mask, random.integers(0, vocabulary, len(chosen))], targets)
     return Masked(ids.tolist(), chosen.tolist(), targets.tolist())
 
 # %% ../../nbs/losses/02_mntp.ipynb #9a494e48
@@ -80,9 +78,9 @@ class MaskedPrediction:
     coupled, uses_head, parts, counted = False, True, dict(loss_mntp=1.0), ("target_tokens_mntp",)
     def __init__(self, mask: int,       # id that stands for a masked token
                  vocabulary: int,       # random tokens are drawn from this many
-                 seed: int = 42, fraction: float = 0.2, replace: str = "80/10/10", # as for `mask_text`
+                 seed: int = 42, fraction: float = 0.2, # as for `mask_text`
                  chunk: int = 0):       # rows of the head at a time, see `head_loss`
-        self.mask, self.vocabulary, self.seed, self.fraction, self.replace, self.chunk = mask, vocabulary, seed, fraction, replace, chunk
+        self.mask, self.vocabulary, self.seed, self.fraction, self.chunk = mask, vocabulary, seed, fraction, chunk
 
     def check(self, lm):
         check_head(lm)
@@ -91,8 +89,8 @@ class MaskedPrediction:
                              "mask")
 
     def prepare(self, pairs: list, step: int) -> list:
-        return [mask_text(text, generator_of(self.seed, step, text.ids), self.mask, self.vocabulary, self.fraction,
-                          self.replace) for pair in pairs for text in pair]
+        return [mask_text(text, generator_of(self.seed, step, text.ids), self.mask, self.vocabulary, self.fraction)
+                for pair in pairs for text in pair]
     def counts(self, items: list) -> list: return [sum(len(item.places) for item in items)]
     def lengths(self, items: list) -> list: return [len(item.ids) for item in items]
     def pack(self, items: list) -> MaskedBatch: return pack_masked(items)

@@ -6,7 +6,6 @@
 __all__ = ['format_examples', 'Guide']
 
 # %% ../../nbs/losses/06_negatives.ipynb #02d9a54f
-import math
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,22 +81,3 @@ class Guide:
         cut = cut_by_tokens([len(text.ids) for text in texts], self.embedder.micro_tokens)
         states = torch.cat([encode_packed(self.embedder, [texts[n] for n in piece]) for piece in cut])
         return states[torch.tensor(sum(cut, []), device=states.device).argsort()]
-
-# %% ../../nbs/losses/06_negatives.ipynb #83de2bcc
-def debiased_nce(scores: Tensor,      # [n, m] cosines over temperature
-                 positives: Tensor,   # [n]
-                 masked: Tensor,      # [1 or n, m] bool
-                 tau_plus: float,     # share of false negatives to expect; gritlm-re: 0.1
-                 temperature: float,
-                ) -> Tensor:          # [n] losses in nats
-    "InfoNCE whose sum is corrected for false negatives, in logarithms."
-    positive, nothing = scores.gather(1, positives[:, None]), float("-inf")
-    others = scores.masked_fill(masked, nothing).scatter(1, positives[:, None], nothing)
-    log_count = (others > nothing).sum(1).to(scores.dtype).log()
-    positive, everything = positive.squeeze(1), others.logsumexp(1)
-    # log of what is taken out, relative to the sum
-    share = positive + log_count + (math.log(tau_plus) if tau_plus else nothing) - everything
-    over = share < 0
-    rest = everything + torch.log1p(-torch.where(over, share, -1.0).exp()) - math.log1p(-tau_plus)
-    least = log_count - 1/temperature
-    return F.softplus(torch.where(over, torch.maximum(rest, least), least) - positive)

@@ -32,7 +32,7 @@ def make_objectives(recipe: Stage1, formatter) -> list: # of (name, objective, w
         ebae=lambda: Bags("ebae", recipe.pooling), ebar=lambda: Bags("ebar", recipe.pooling),
         llara=lambda: Llara(**llara_prompts(tokenizer, pooling_tokens(layout.pooling_tokens))),
         mntp=lambda: MaskedPrediction(mask_id(tokenizer, recipe.masked_with), len(tokenizer), recipe.seed,
-                                      recipe.masked_fraction, recipe.masked_replace),
+                                      recipe.masked_fraction),
         simcse=lambda: SimCSE(recipe.global_batch, recipe.temperature, recipe.pooling))
     found = [(name, makers[name](), float(weight)) for name, weight in (recipe.objectives or {"anchor": 1.0}).items()]
     return sorted(found, key=lambda one: not one[1].coupled)

@@ -14,24 +14,24 @@ async function ask(path, body) {
   try {
     answer = await fetch(path, body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
   } catch {
-    throw new Error("The server does not answer. Is it still running?");
+    throw new Error("The server is not responding. Is it still running?");
   }
   const said = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(said.error ?? `The server answered ${answer.status}.`);
+  if (!answer.ok) throw new Error(said.error ?? `The server returned status ${answer.status}.`);
   return said;
 }
 
-// ---- what the page knows ----
+// ---- state ----
 
 let about = null, last = 0, shown = 0;
 
-function tell(text) { // an error; what is on the page then belongs to another question
+function tell(text) { // an error; the results on the page then belong to another question
   at("message").textContent = text;
   at("message").hidden = !text;
   document.body.classList.toggle("stale", Boolean(text));
 }
 
-function count() { // how much room the question has left, where that begins to matter
+function count() { // how much room the question has left, once it nears the limit
   const most = about?.limits.query_characters ?? Infinity, used = [...at("query").value].length;
   at("room").hidden = used < .8 * most;
   at("room").classList.toggle("over", used > most);
@@ -41,7 +41,7 @@ function count() { // how much room the question has left, where that begins to 
 
 // ---- results ----
 
-function line(name, kind, { score, rank }, { median, best }) { // a bar runs from the median text to the best one: cosines of language models lie close together
+function line(name, kind, { score, rank }, { median, best }) { // a bar runs from the median text to the best one: cosines between a language model's states are close together
   const filled = make("i");
   filled.style.setProperty("--score", best > median ? Math.max(0, (score - median) / (best - median)) : 0);
   return [make("span", { className: "by" }, name), make("span", { className: `bar ${kind}`, ariaHidden: "true" }, filled),
@@ -49,12 +49,12 @@ function line(name, kind, { score, rank }, { median, best }) { // a bar runs fro
 }
 
 function card(hit, own, range, other, otherRange) {
-  const text = make("p", { className: "text" }, hit.text || "(an empty text)");
+  const text = make("p", { className: "text" }, hit.text || "(empty text)");
   const scores = make("div", { className: "scores" }, ...line(own, "own", hit, range));
   if (other) scores.append(...line(other, "other", hit.elsewhere, otherRange));
   const name = make("p", { className: "id" }, hit.id);
-  if (hit.judged) name.append(make("span", { className: "judged", title: "The evaluation set says that this text answers the question" }, "relevant"));
-  const body = make("div", {}, name, text, make("button", { className: "more", type: "button", hidden: true, ariaExpanded: "false" }, "whole text"), scores);
+  if (hit.judged) name.append(make("span", { className: "judged", title: "The evaluation set judges this text relevant to the question" }, "relevant"));
+  const body = make("div", {}, name, text, make("button", { className: "more", type: "button", hidden: true, ariaExpanded: "false" }, "full text"), scores);
   const item = make("li", { className: "hit", tabIndex: -1 }, make("span", { className: "rank" }, String(hit.rank)), body);
   item.dataset.id = hit.id;
   return item;
@@ -63,7 +63,7 @@ function card(hit, own, range, other, otherRange) {
 function column(model, found, other, otherFound) {
   const head = [make("h2", {}, model.name), make("p", { className: "kind quiet" }, [model.about, `${Math.max(1, Math.round(1000 * found.seconds))} ms`].join(" · "))];
   if (model.writes) head.push(make("figure", { className: "memory waiting" },
-    make("figcaption", { className: "quiet" }, "What it writes from the vector of your question alone"), make("blockquote")));
+    make("figcaption", { className: "quiet" }, "What the model writes from your question's embedding alone"), make("blockquote")));
   return make("section", { className: "column", ariaLabel: model.name }, ...head, make("ol", {}, ...found.hits.map(hit => card(hit, model.name, found.range, other, otherFound?.range))));
 }
 
@@ -73,28 +73,28 @@ function draw(found) {
   at("results").replaceChildren(...found.models.map((one, n) => column(about.models[n], one, two ? names[1 - n] : "", found.models[1 - n])));
   at("results").querySelector(".hit")?.setAttribute("tabindex", 0);
   const [left, right] = found.models.map(one => new Set(one.hits.map(hit => hit.id)));
-  const same = two ? `, ${[...left].filter(id => right.has(id)).length} of the first ${left.size} the same` : "";
+  const same = two ? `, ${[...left].filter(id => right.has(id)).length} of the top ${left.size} in common` : "";
   at("status").textContent = `${plural(about.documents, "text")} ranked in ${Math.max(1, Math.round(1000 * found.seconds))} ms${same}`;
   at("key").hidden = false;
   show(shown);
   settle();
 }
 
-function show(n) { // on a phone, one of the two
+function show(n) { // on a phone, one of the two columns
   shown = n;
   at("results").querySelectorAll(".column").forEach((one, m) => one.classList.toggle("shown", m === n));
   at("switch").querySelectorAll("button").forEach((one, m) => one.ariaPressed = String(m === n));
   offerWhole();
 }
 
-function offerWhole() { // only where a text is cut
+function offerWhole() { // only where a text is truncated
   for (const item of document.querySelectorAll(".hit:not(.whole)")) {
     const text = item.querySelector(".text");
     item.querySelector(".more").hidden = text.scrollHeight <= text.clientHeight + 1;
   }
 }
 
-function join() { // lines between cards of the same text
+function join() { // lines between the two cards of a text
   const results = at("results"), [left, right] = results.querySelectorAll(".column");
   results.querySelector("svg")?.remove();
   if (!right || !right.offsetParent || !left.offsetParent) return;
@@ -113,7 +113,7 @@ function join() { // lines between cards of the same text
 
 function settle() { offerWhole(); join(); }
 
-function light(id) { // the same text in both columns, and the line between
+function light(id) { // the same text in both columns, and the line between them
   for (const one of document.querySelectorAll("[data-id]")) one.classList.toggle("same", one.dataset.id === id);
 }
 
@@ -122,7 +122,7 @@ function unfold(item) {
   if (more.hidden) return;
   const whole = item.classList.toggle("whole");
   more.ariaExpanded = String(whole);
-  more.textContent = whole ? "less" : "whole text";
+  more.textContent = whole ? "less" : "full text";
   join();
 }
 
@@ -148,7 +148,7 @@ async function search(query) {
   document.body.classList.toggle("asked", Boolean(query));
   at("welcome").hidden = Boolean(query) || !about.examples.length;
   at("switch").hidden = !query || about.models.length < 2;
-  if (!count()) return tell(`The question is too long: it may have ${about.limits.query_characters.toLocaleString("en")} characters.`);
+  if (!count()) return tell(`The question is too long. The limit is ${about.limits.query_characters.toLocaleString("en")} characters.`);
   tell("");
   if (!query) { at("results").replaceChildren(); at("status").textContent = ""; at("key").hidden = true; return; }
   document.body.classList.add("busy");
@@ -161,12 +161,12 @@ async function search(query) {
   } catch (error) { if (turn === last) { tell(error.message); document.body.classList.remove("busy"); } }
 }
 
-const asked = () => new URLSearchParams(location.hash.slice(1)).get("q")?.trim() ?? ""; // behind #, so the browser sends it to nobody
+const asked = () => new URLSearchParams(location.hash.slice(1)).get("q")?.trim() ?? ""; // after #, so the browser does not send it anywhere
 function go(query) {
   const hash = query ? `#${new URLSearchParams({ q: query })}` : "";
   at("query").value = query;
   if (hash !== location.hash) history.pushState(null, "", hash || location.pathname);
-  if (about) search(query); // else the page asks as soon as it knows what there is
+  if (about) search(query); // otherwise the page searches as soon as it has loaded what there is
 }
 
 // ---- listening ----
@@ -183,7 +183,7 @@ for (const [on, off] of [["mouseover", "mouseout"], ["focusin", "focusout"]]) {
 }
 new ResizeObserver(() => { if (about) settle(); }).observe(at("results"));
 
-function step(item, key) { // the card that an arrow leads to
+function step(item, key) { // the card that an arrow key leads to
   const own = [...item.parentNode.children], place = own.indexOf(item), columns = [...at("results").querySelectorAll(".column")];
   if (key === "ArrowDown" || key === "ArrowUp") return own[place + (key === "ArrowDown" ? 1 : -1)];
   const there = columns[columns.indexOf(item.closest(".column")) + (key === "ArrowRight" ? 1 : -1)]?.querySelectorAll(".hit");
@@ -206,7 +206,7 @@ addEventListener("keydown", event => {
   }
 });
 
-// ---- beginning ----
+// ---- start ----
 
 try {
   about = await ask("api/about");
@@ -216,6 +216,6 @@ try {
   at("k").append(...[...new Set([about.k, 5, 10, 20, 50, 100])].sort((a, b) => a - b).filter(n => n <= about.limits.hits).map(n => new Option(n, n, n === about.k, n === about.k)));
   at("examples").append(...about.examples.map(text => make("li", {}, make("button", { type: "button" }, text))));
   at("switch").append(...about.models.map(model => make("button", { type: "button" }, model.name)));
-  at("query").value = asked() || at("query").value; // what was typed in the meantime stays
+  at("query").value = asked() || at("query").value; // keep what was typed in the meantime
   await search(asked());
 } catch (error) { tell(error.message); }

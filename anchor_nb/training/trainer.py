@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pyarrow.compute as pc
 import torch
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments
-from ..core.recipe import Training, Stage1, Stage2, default, identity
+from ..core.recipe import Training, Stage1, Stage2
+from ..core.settings import default, identity
 from ..core.redaction import without_secrets
 from ..core.files import replace_folder, saving, seal, sync
 from ..data.prompts import Formatter, pooling_tokens, save_layout
@@ -234,7 +235,7 @@ def check_rows(recipe: Stage2, tables: dict, instructions, hidden: int):
     if recipe.few_shot and not any(map(asked, used)):
         raise ValueError("few_shot needs queries with instructions, and no row or dataset has one; set instructions to "
                          "corpora or to a YAML file")
-    sizes_of(hidden, tuple(recipe.matryoshka_dims), tuple(recipe.matryoshka_weights))
+    sizes_of(hidden, tuple(recipe.matryoshka_dims))
 
 def check_inputs(recipe: Training) -> Inputs:
     "Read and check all input of a training stage; ValueError or FileNotFoundError names the place and the fix."

@@ -1,4 +1,4 @@
-"""What exported cells offer, read from their text: headings, signatures, descriptions and folded sources as Markdown."""
+"""What exported cells offer, read from their text: headings, signatures, descriptions, folded sources as Markdown."""
 import ast
 import io
 import re
@@ -17,8 +17,8 @@ def parameters(function):
     "(name with stars, argument, default) of a function's parameters in order, with the bare star that separates."
     of = function.args
     plain = of.posonlyargs + of.args
-    found = [("", argument, default) for argument, default in zip(plain, [None]*(len(plain) - len(of.defaults))
-                                                                  + of.defaults)]
+    defaults = [None]*(len(plain) - len(of.defaults)) + of.defaults
+    found = [("", argument, default) for argument, default in zip(plain, defaults)]
     if of.vararg: found.append(("*", of.vararg, None))
     elif of.kwonlyargs: found.append(("*", None, None))
     found += [("", argument, default) for argument, default in zip(of.kwonlyargs, of.kw_defaults)]
@@ -39,8 +39,8 @@ def as_written(star, argument, default):
     "One parameter of a signature."
     if argument is None: return star
     kind = f": {kind_of(argument)[0]}" if argument.annotation else ""
-    return f"{star}{argument.arg}{kind}" + (f"{' = ' if kind else '='}{ast.unparse(default)}" if default is not None
-                                            else "")
+    equals = " = " if kind else "="
+    return f"{star}{argument.arg}{kind}" + (f"{equals}{ast.unparse(default)}" if default is not None else "")
 
 
 def signature(name, function, method):
@@ -53,15 +53,16 @@ def signature(name, function, method):
 
 
 def told(function, notes):
-    "[(name, what is said of it)] of parameters and of what is returned."
+    "[(name, description)] of parameters and of what is returned."
     header = range(function.lineno, max(function.lineno, function.body[0].lineno - 1) + 1)
     of = {star + argument.arg: (default or argument).end_lineno for star, argument, default in parameters(function)
           if argument is not None}
-    last = next((line for line in reversed(header) if line in notes and (line not in of.values() or line == header[-1]
-                                                                         and (function.returns or len(header) == 1))),
-                None)
-    rows = {name: notes[line] for name, line in of.items() if line in notes and line != last and name == [other
-                                                                                                          for other in of if of[other] == line][-1]}
+    def describes_the_result(line):
+        alone = line == header[-1] and (function.returns or len(header) == 1)
+        return line in notes and (line not in of.values() or alone)
+    last = next(filter(describes_the_result, reversed(header)), None)
+    last_on = {line: name for name, line in of.items()} # a comment belongs to the last parameter of its line
+    rows = {name: notes[line] for line, name in last_on.items() if line in notes and line != last}
     rows |= {star + argument.arg: kind_of(argument)[1] for star, argument, _ in parameters(function)
              if argument is not None and kind_of(argument)[1]}
     back = []
@@ -84,29 +85,38 @@ def escaped(text, table=False, stars=False):
     return shown.replace("|", BAR) if table else shown
 
 
+def div(kind, rows):
+    "A table of two columns without a header, in a div of a class."
+    return "\n".join([f"::: {{.{kind}}}", "| | |", "|---|---|", *[f"| {left} | {right} |" for left, right in rows],
+                      ":::"])
+
+
 def table(rows):
-    "Names and what is said of them."
+    "Names and their descriptions."
     if not rows: return ""
-    lines = [f"| {name if name == 'returns' else f'`{name}`'} | {escaped(note, table=True)} |" for name, note in rows]
-    return "\n".join(["::: {.parameters}", "| | |", "|---|---|", *lines, ":::"])
+    named = lambda name: name if name == "returns" else f"`{name}`"
+    return div("parameters", [(named(name), escaped(note, table=True)) for name, note in rows])
 
 
 def field_told(field, notes):
-    "(`type = default`, what is said of it) of a field; `setting(default, help, source)` of the recipes says it in its arguments."
-    if isinstance(field.value, ast.Call) and ast.unparse(field.value.func) == "setting":
-        default, *words = field.value.args
-        return f"{ast.unparse(field.annotation)} = {ast.unparse(default)}", " *".join(str(word.value)
-                                                                                      for word in words[:2]
-                                                                                      if isinstance(word,
-                                                                                                    ast.Constant)) + ("*" if len(words) > 1 else "")
-    return ast.unparse(field).partition(": ")[2], notes.get(field.end_lineno, "")
+    "(`type = default`, description) of a field; `setting(default, help, source)` of the recipes has it as arguments."
+    if not isinstance(field.value, ast.Call) or ast.unparse(field.value.func) != "setting":
+        return ast.unparse(field).partition(": ")[2], notes.get(field.end_lineno, "")
+    default, *words = field.value.args
+    kind = f"{ast.unparse(field.annotation)} = {ast.unparse(default)}"
+    help, *source = [str(word.value) for word in words[:2] if isinstance(word, ast.Constant)] or [""]
+    return kind, " ".join([help, *(f"*{one}*" for one in source)])
 
 
 def fields(node, notes):
-    "The fields of a dataclass with types, defaults and what is said of them."
-    found = [(field.target.id, *field_told(field, notes)) for field in node.body if isinstance(field, ast.AnnAssign)]
-    return ["\n".join(["::: {.parameters}", "| | |", "|---|---|",
-                       *[f"| `{name}` | `{kind.replace('|', BAR)}`{'<br>' if note else ''}{escaped(note, table=True, stars=True)} |" for name, kind, note in found], ":::"])] if found else []
+    "The fields of a dataclass with types, defaults and descriptions."
+    rows = []
+    for field in node.body:
+        if not isinstance(field, ast.AnnAssign): continue
+        kind, note = field_told(field, notes)
+        rows.append((f"`{field.target.id}`", f"`{kind.replace('|', BAR)}`" + "<br>"*bool(note)
+                     + escaped(note, table=True, stars=True)))
+    return [div("parameters", rows)] if rows else []
 
 
 def methods(node):
@@ -122,12 +132,10 @@ def described(node, module, notes, owner=""):
     blocks = [f"{'####' if owner else '###'} `{node.name}`{{.nolink}} {{#{module}.{name}}}"]
     functions = methods(node)
     made = next((part for part in functions if part.name == "__init__"), None)
+    kinds = [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
     if isinstance(node, ast.ClassDef): blocks += [signature(name, made, True)] if made else fields(node, notes)
-    else:
-        kinds = [ast.unparse(one) for one in node.decorator_list]
-        blocks.append(f"```python\n{name}  # property\n```" if "property" in kinds else signature(name, node,
-                                                                                                  bool(owner)
-                                                                                                  and "staticmethod" not in kinds))
+    elif "property" in kinds: blocks.append(f"```python\n{name}  # property\n```")
+    else: blocks.append(signature(name, node, bool(owner) and "staticmethod" not in kinds))
     if text := ast.get_docstring(node): blocks.insert(1, escaped(text))
     if function := made or (node if not isinstance(node, ast.ClassDef) else None):
         blocks.append(table(told(function, notes)))
@@ -155,10 +163,16 @@ def api(source, module):
     if constants: blocks.append("".join(f'<span id="{module}.{name}"></span>' for name in constants))
     defined = [node for name, node in public(tree) if not isinstance(node, ast.Assign) and not name.startswith("_")]
     for node in defined: blocks += described(node, module, notes)
-    folded = (f'{{.python .cell-code code-fold="true" code-summary="Source, anchor_nb/{module}.py"}}' if defined
-              else "{.python}")
+    return "\n\n".join([*filter(None, blocks), folded(source, module, "Source" if defined else "")])
+
+
+def folded(source, module, title):
+    "A cell's source as a block that folds out under a title; without one, it is open."
+    if all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.parse(source).body): return ""
     fence = "`"*max(3, 1 + max(map(len, re.findall("`+", source)), default=0))
-    return "\n\n".join([*filter(None, blocks), f"{fence}{folded}\n{source}\n{fence}"])
+    summary = f'.cell-code code-fold="true" code-summary="{title}, anchor_nb/{module.replace(".", "/")}.py"'
+    kind = f"{{.python {summary}}}" if title else "{.python}"
+    return f"{fence}{kind}\n{source}\n{fence}"
 
 
 @cache
@@ -182,7 +196,7 @@ def directives(source):
 
 
 def names(pages):
-    "(module, name, first line of its docstring, notebook) of everything public, floor by floor."
+    "(module, name, first line of its docstring, notebook) of everything public, wing by wing."
     for path in pages:
         notebook = read(path)
         if not (module := module_of(notebook)): continue
@@ -194,8 +208,8 @@ def names(pages):
                 text = "" if isinstance(node, ast.Assign) else ast.get_docstring(node) or ""
                 yield module, name, text.partition("\n")[0], path
                 for part in methods(node):
-                    if not part.name.startswith("_"):
-                        yield module, f"{name}.{part.name}", (ast.get_docstring(part) or "").partition("\n")[0], path
+                    if not part.name.startswith("_") and (text := ast.get_docstring(part)): # else it overrides one
+                        yield module, f"{name}.{part.name}", text.partition("\n")[0], path
 
 
 def symbols(found, pages):
@@ -205,15 +219,20 @@ def symbols(found, pages):
     return whole | {name: whole[f"{module}.{name}"] for module, name, _, _ in found if short.count(name) == 1}
 
 
-def names_page(found, pages):
-    "Everything public on one page, by module."
-    lines = ["---", "title: All names", "description: Everything public, by module, in the order in which modules "
-                                        "build on each other", "search: false", "---", ""]
+def names_page(public, pages, first):
+    "Everything public on one page, by module; at the top the names that `anchor_nb` itself offers."
+    lines = ["---", "title: API", "description: Everything public, by module, in the order in which modules "
+             "build on each other", "search: false", "---", ""]
+    def row(module, name, text, path, shown):
+        return f"[`{shown}`](/{pages[path]}.ipynb#{module}.{name})", escaped(text, table=True)
+    offered = [row(module, name, text, path, name) for wanted, home in first.items()
+               for module, name, text, path in public if (module, name) == (home, wanted)]
+    lines += ["## From `anchor_nb` itself {#anchor_nb}", "", "What most programs need: "
+              "`from anchor_nb import AnchorEmbedder`. Each is loaded when it is first asked for.", "",
+              div("names", offered)]
     modules = {}
-    for module, name, text, path in found: modules.setdefault((module, path), []).append((name, text))
-    for (module, path), entries in modules.items():
-        lines += ["", f"## [anchor_nb.{module}](/{pages[path]}.ipynb) {{#{module}}}", "", "::: {.names}", "| | |",
-                  "|---|---|"]
-        lines += [f"| [`{name}`](/{pages[path]}.ipynb#{module}.{name}) | {escaped(text, table=True)} |"
-                  for name, text in entries] + [":::"]
+    for module, name, text, path in public:
+        modules.setdefault((module, path), []).append(row(module, name, text, path, name))
+    for (module, path), rows in modules.items():
+        lines += ["", f"## [anchor_nb.{module}](/{pages[path]}.ipynb) {{#{module}}}", "", div("names", rows)]
     return "\n".join(lines) + "\n"

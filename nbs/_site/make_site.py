@@ -1,11 +1,12 @@
 """The documentation site: `python nbs/_site/make_site.py` turns the notebooks into `_docs/`, offline.
 
-Where Quarto is installed, nbdev's own docs command renders them; where not, smalldocs does, which reads the same
-`nbs/_quarto.yml`. In the second case no code is run and nothing of the package is imported: signatures, descriptions and
-sources are read from the exported cells, outputs from the notebooks, equations become MathML, and plotly's script is copied
-from the installed package, so the folder can be read from any web server and from the disk.
+Where Quarto is installed, nbdev's own docs command renders them; elsewhere smalldocs does, from the same
+`nbs/_quarto.yml`. With smalldocs no code is run and nothing of the package is imported: signatures, descriptions and
+sources are read from the exported cells, outputs from the notebooks, equations become MathML, and plotly's script is
+copied from the installed package. The folder can be read from any web server and from the disk.
 """
 import argparse
+import ast
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 import yaml
 from nbformat import NotebookNode, v4
 
-from exported import api, directives, module_of, names, names_page, read, symbols
+from exported import api, directives, folded, module_of, names, names_page, read, symbols
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = HERE.parent
@@ -28,52 +29,52 @@ ROOT = NOTEBOOKS.parent
 
 # ---- which page is where ----
 
+# The wings of the library in their order: each imports only from those before it. Tests read this.
 WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses",
-             training="Training",
-             inference="Search and mining", evaluation="Evaluation", analysis="Looking inside",
-             experiments="Experiments and figures",
-             release="Export and release", cli="The command line")
+             training="Training", inference="Search and mining", evaluation="Evaluation", analysis="Analysis",
+             experiments="Experiments and figures", release="Export and release", cli="The command line")
 TUTORIALS = ["quickstart", "own_data", "anchor", "search_page", "evaluation", "ablations", "relatives", "cost",
              "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
-ROOMS = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES), "studies": ("Studies", []),
-         "benchmarks": ("Benchmarks", []), "paper": ("The paper", [])}
-PAPERS = {"CHANGELOG": "Changes", "CONTRIBUTING": "Working on it"} # Markdown files of the repository that become pages
+BEFORE = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES),
+          "pages": ("Results and reference", ["results", "speed", "methods", "commands"])}
+AFTER = {"studies": ("Studies", []), "benchmarks": ("Benchmarks", []), "paper": ("The paper", [])}
+PAPERS = {"CHANGELOG": "Changes", "CONTRIBUTING": "Contributing"} # Markdown files of the repository that become pages
 
 
 def page_of(notebook):
-    "Path of a notebook's page, without its ending: models/08_embedder -> embedder."
-    return notebook.relative_to(NOTEBOOKS).with_name(re.sub(r"^\d+[a-z]*_", "", notebook.stem)).with_suffix("")
+    "Path of a notebook's page, without its ending: models/08_embedder -> models/embedder."
+    return notebook.relative_to(NOTEBOOKS).with_name(re.sub(r"^\d+_", "", notebook.stem)).with_suffix("")
 
 
 def all_notebooks():
-    "Notebook -> page; two notebooks must not share one."
-    found = {path: page_of(path) for path in sorted(NOTEBOOKS.rglob("*.ipynb")) if not any(part.startswith((".", "_"))
-                                                                                           for part in path.relative_to(NOTEBOOKS).parts)}
-    twice = {page for page in found.values() if list(found.values()).count(page) > 1}
+    "Notebook -> page, wing by wing; two notebooks must not share one."
+    hidden = lambda path: any(part.startswith((".", "_")) for part in path.relative_to(NOTEBOOKS).parts)
+    order = [*WINGS, *BEFORE, *AFTER]
+    place = lambda path: (order.index(path.parent.name) if path.parent.name in order else -1, path)
+    pages = {path: page_of(path) for path in sorted(NOTEBOOKS.rglob("*.ipynb"), key=place) if not hidden(path)}
+    twice = {page for page in pages.values() if list(pages.values()).count(page) > 1}
     if twice:
         raise SystemExit(f"two notebooks would become the same page: {', '.join(map(str, twice))}; rename one")
-    return found
+    return pages
 
 
 def sidebar(pages, papers):
-    "The contents of the sidebar: rooms in the order in which a newcomer needs them."
+    "The contents of the sidebar, in the order in which a newcomer needs them."
     entry = lambda path: {"text": titled(path), "href": path.relative_to(NOTEBOOKS).as_posix()}
-    room = lambda folder: {path.stem: path for path in pages if path.parent == NOTEBOOKS/folder}
-    sections = {}
-    for folder, (title, order) in ROOMS.items():
-        there = room(folder)
-        names = [name for name in order if name in there] + [name for name in there if name not in order]
-        if names: sections[title] = {"section": title, "contents": [entry(there[name]) for name in names]}
-    wings = {title: [entry(path) for stem, path in sorted(room(wing).items()) if re.match(r"\d", stem)]
-             for wing, title in WINGS.items()}
-    library = {"section": "Library", "contents": [{"section": title, "contents": entries}
-                                                  for title, entries in wings.items() if entries]}
-    start = [{"text": "Home", "href": "index.ipynb"}, {"text": "All names", "href": "names.md"}] + [{"text": title,
-                                                                                                     "href": f"{name}.md"} for name, title in papers.items()]
-    return start[:1] + [sections[title] for title in ("Tutorials", "Stages")
-                        if title in sections] + [library] + [section for title, section in sections.items()
-                                                             if title not in ("Tutorials", "Stages")] + start[1:]
+    def section(title, paths): return [{"section": title, "contents": [entry(path) for path in paths]}] if paths else []
+    def inside(folder, numbered):
+        there = [path for path in pages if path.parent == NOTEBOOKS/folder]
+        return {path.stem: path for path in there if path.stem[0].isdigit() == numbered}
+    def ordered(folder, order):
+        there = inside(folder, numbered=False)
+        return [there[name] for name in dict.fromkeys([*order, *there]) if name in there]
+    def rooms(folders):
+        return [part for folder, (title, order) in folders.items() for part in section(title, ordered(folder, order))]
+    wings = [part for wing, title in WINGS.items() for part in section(title, inside(wing, numbered=True).values())]
+    start = [{"text": "Home", "href": "index.ipynb"}, {"text": "API", "href": "names.md"}]
+    end = [{"text": title, "href": f"{name}.md"} for name, title in papers.items()]
+    return [*start, *rooms(BEFORE), {"section": "Library", "contents": wings}, *rooms(AFTER), *end]
 
 
 # ---- a notebook as a page ----
@@ -85,19 +86,14 @@ def titled(path):
 
 def heading(markdown):
     "Title, subtitle and the rest of a notebook's first cell."
-    lines = markdown.strip().splitlines()
+    title, *lines = markdown.strip().splitlines()
     quotes = [line for line in lines if line.startswith(">")]
-    return lines[0].lstrip("# "), " ".join(line.lstrip("> ") for line in quotes), "\n".join(line for line in lines[1:]
-                                                                                            if line not in quotes).strip()
+    rest = "\n".join(line for line in lines if line not in quotes).strip()
+    return title.lstrip("# "), " ".join(line.lstrip("> ") for line in quotes), rest
 
 
-KEPT = ("echo", "output", "include", "label", "column", "layout-ncol", "layout-nrow") + tuple(f"{kind}-{what}"
-                                                                                              for kind in ("fig", "tbl",
-                                                                                                           "code")
-                                                                                              for what in ("cap", "alt",
-                                                                                                           "align",
-                                                                                                           "fold",
-                                                                                                           "summary"))
+KEPT = ["echo", "output", "include", "label", "column", "layout-ncol", "layout-nrow"]
+KEPT += [f"{kind}-{what}" for kind in ("fig", "tbl", "code") for what in ("cap", "alt", "align", "fold", "summary")]
 
 
 @cache
@@ -108,22 +104,24 @@ def by_name(pages):
             **{path.relative_to(NOTEBOOKS).with_suffix("").as_posix(): where for path, where in pages.items()}}
 
 
+LINK = re.compile(r"\]\(([\w./-]+)\.(ipynb|html)(#[^)]*)?\)")
+
+
 def linked(markdown, page, pages):
     "Notebooks named in backticks become links, and links to notebooks lead to their pages."
     up = "../"*len(page.parent.parts)
     called = by_name(tuple(pages.items()))
     def named(match):
-        return (f"[`{match[1]}`]({up}{called[match[1]]}.ipynb)" if match[1] in called and match[1] != "index"
-                else match[0])
+        if match[1] not in called or match[1] == "index": return match[0]
+        return f"[`{match[1]}`]({up}{called[match[1]]}.ipynb)"
     def target(match):
         wanted = (NOTEBOOKS/page.parent/match[1]).resolve()
-        here = next((where for path, where in pages.items() if path.with_suffix("") == wanted
-                     or where == Path(match[1])), None)
+        here = next((where for path, where in pages.items()
+                     if path.with_suffix("") == wanted or where == Path(match[1])), None)
         return f"]({up}{here}.ipynb{match[3] or ''})" if here else match[0]
+    def prose(part): return LINK.sub(target, re.sub(r"(?<!\[)`([\w/]+)`(?!\])", named, part))
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)
-    return "".join(part if part.startswith("```") else re.sub(r"\]\(([\w./-]+)\.(ipynb|html)(#[^)]*)?\)", target,
-                                                              re.sub(r"(?<!\[)`([\w/]+)`(?!\])", named, part))
-                   for part in parts)
+    return "".join(part if part.startswith("```") else prose(part) for part in parts)
 
 
 def output_kept(output, up):
@@ -153,8 +151,9 @@ def as_page(notebook, page, pages):
         if old.cell_type != "code": continue
         asked, code = directives(old.source)
         if {"hide", "default_exp"} & set(asked) or DRAWN in code: continue
-        if "export" in asked:
-            if block := api(code, module): cells.append(cell("markdown", block))
+        if {"export", "exporti"} & set(asked):
+            block = api(code, module) if "export" in asked else folded(code, module, "Internal")
+            if block: cells.append(cell("markdown", block))
             continue
         outputs = [output_kept(output, up) for output in old.outputs]
         if any("image/png" in (output.get("data") or {}) for output in outputs):
@@ -168,30 +167,20 @@ def as_page(notebook, page, pages):
 
 DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.md
 
-CARDS = [("tutorials/quickstart", "tutorials/evaluation", "Start here", "From a checkpoint to embeddings and back to "
-                                                                        "training, in a few minutes on two CPU cores."),
-         ("tutorials/own_data", "stages/prepare", "Your own data", "Pairs of your own: checked, mined for negatives, "
-                                                                   "trained on, evaluated."),
-         ("stages/stage1", "", "The stages", "Each step of the recipe is a notebook with typed parameters that "
-                                             "Jupyter, papermill and a shell run alike."),
-         ("losses/reconstruction", "", "The library", "Every module is a notebook: the equation, the idea, the code, "
-                                                      "the assertion."),
-         ("paper/results", "paper/tables", "Does it help?", "The paper's claim asked again with controls and seeds, "
-                                                            "every table and figure beside the paper's."),
-         ("names", "", "All names", "Every public function and class by module, with what it does.")]
+CARDS = [("tutorials/quickstart", "Start here", "From a checkpoint to embeddings to training, in minutes."),
+         ("tutorials/own_data", "Your own data", "Your pairs: checked, mined for negatives, trained on, scored."),
+         ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
+         ("losses/reconstruction", "The losses", "The equation, the idea, the code, the assertion."),
+         ("paper/results", "Does it help?", "The paper's claim asked again, with controls and seeds."),
+         ("names", "API", "Every public function and class, with what it does.")]
 
 
 def home(pages):
     "What stands above the text of the home page."
     there = {str(page) for page in pages.values()} | {"names"}
-    cards = [(next(page for page in (first, second) if page in there), title, text)
-             for first, second, title, text in CARDS if {first, second} & there]
     card = '<a class="card-link" href="{}.html"><strong>{}</strong><span>{}</span></a>'
-    return (HERE/"home.html").read_text(encoding="utf-8").replace("{cards}",
-                                                                  "\n".join(card.format(*one)
-                                                                            for one in cards)).replace("{start}",
-                                                                                                       cards[0][0]
-                                                                                                       + ".html")
+    cards = "\n".join(card.format(page, title, text) for page, title, text in CARDS if page in there)
+    return (HERE/"home.html").read_text(encoding="utf-8").replace("{cards}", cards)
 
 
 # ---- rendering ----
@@ -210,7 +199,7 @@ def staged(folder):
     for path, page in pages.items():
         notebook = as_page(read(path), page, pages)
         if path == NOTEBOOKS/"index.ipynb":
-            notebook.cells.insert(1, cell("markdown", f"```{{=html}}\n{home(pages)}\n```"))
+            notebook.cells.insert(2, cell("markdown", f"```{{=html}}\n{home(pages)}\n```"))
         (folder/page).parent.mkdir(parents=True, exist_ok=True)
         (folder/f"{page}.ipynb").write_text(v4.writes(notebook), encoding="utf-8")
     papers = {name: title for name, title in PAPERS.items() if (ROOT/f"{name}.md").is_file()}
@@ -219,9 +208,9 @@ def staged(folder):
         text = re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)]+)\)", lambda link: f"[{link[1]}]({pages[ROOT/link[2]]}.ipynb)"
                       if ROOT/link[2] in pages else link[1], text) # other files of the repository are not on the site
         (folder/f"{name}.md").write_text(f"---\ntitle: {title}\n---\n\n{text}", encoding="utf-8")
-    found = list(names(pages))
-    (folder/"names.md").write_text(names_page(found, pages), encoding="utf-8")
-    (folder/"_symbols.json").write_text(json.dumps(symbols(found, pages)), encoding="utf-8")
+    public = list(names(pages))
+    (folder/"names.md").write_text(names_page(public, pages, first_names()), encoding="utf-8")
+    (folder/"_symbols.json").write_text(json.dumps(symbols(public, pages)), encoding="utf-8")
     (folder/"disk.html").write_text(FROM_DISK, encoding="utf-8")
     shutil.copytree(HERE/"assets", folder/"assets")
     if any("assets/plotly.min.js" in path.read_text(encoding="utf-8") for path in folder.rglob("*.ipynb")):
@@ -231,12 +220,19 @@ def staged(folder):
                                       encoding="utf-8")
 
 
+def first_names():
+    "Name -> module of what `from anchor_nb import ...` offers, which the API page shows first."
+    tree = ast.parse((ROOT/"anchor_nb/__init__.py").read_text(encoding="utf-8"))
+    homes = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_HOMES")
+    return {word.arg: word.value.value for word in homes.keywords}
+
+
 def plotly_script():
     "The script that figures one can move about in need; it comes with plotly."
-    if not (found := find_spec("plotly")):
+    if not (plotly := find_spec("plotly")):
         raise SystemExit('a notebook holds a plotly figure, whose script comes with plotly: pip install '
                          '"anchor_nb[analysis]"')
-    return Path(found.origin).parent/"package_data/plotly.min.js"
+    return Path(plotly.origin).parent/"package_data/plotly.min.js"
 
 
 def renamed(part, pages):
@@ -252,14 +248,15 @@ def configuration(contents, pages):
     asked.pop("metadata-files", None)
     asked["project"] |= {"output-dir": "_site", "resources": ["assets/**"]}
     asked["format"]["html"] |= {"include-in-header": ["disk.html"]}
-    asked["website"] |= {"title": "anchor_nb", "description": heading(read(NOTEBOOKS/"index.ipynb").cells[0].source)[1],
-                         "favicon": "assets/favicon.svg", "sidebar": asked["website"].get("sidebar", {})
-                         | {"contents": contents}}
+    asked["website"] |= {"title": "anchor_nb", "favicon": "assets/favicon.svg",
+                         "description": heading(read(NOTEBOOKS/"index.ipynb").cells[0].source)[1],
+                         "sidebar": asked["website"].get("sidebar", {}) | {"contents": contents}}
     return renamed(asked, pages) | {"smalldocs": {"linkify": True}}
 
 
 # gets a space before its argument
-FUNCTION = re.compile(r"(<mi>(?:log|ln|exp|max|min|cos|sin)</mi>)(?=<m(?:i|n|frac|sup|sub|text|over|under|row><m(?:i|n)\b))")
+FUNCTION = re.compile(r"(<mi>(?:log|ln|exp|max|min|cos|sin)</mi>)"
+                      r"(?=<m(?:i|n|frac|sup|sub|text|over|under|row><m(?:i|n)\b))")
 FOLDS = re.compile(r'data-bs-target="(#quarto-sidebar-section[^"]*)" role="navigation"')
 MATHS = re.compile(r'<span class="math (inline|display)">\\[\(\[](.*?)\\[\)\]]</span>', re.S)
 REMOTE = re.compile(r"<(?:link|script)[^>]*katex[^>]*>(?:</script>)?|@import url\([^)]*googleapis[^)]*\);?")
@@ -269,22 +266,24 @@ def equation(match):
     "One equation as MathML, which browsers draw without a script; the LaTeX stays beside it for copying."
     import html
     from latex2mathml.converter import convert
-    latex = re.sub(r"\\(arg)\b", r"\\operatorname{\1}", html.unescape(match[2])).replace(r"\tfrac",
-                                                                                         r"\frac").replace(r"\textstyle", "")
+    latex = re.sub(r"\\(arg)\b", r"\\operatorname{\1}", html.unescape(match[2]))
+    latex = latex.replace(r"\tfrac", r"\frac").replace(r"\textstyle", "")
     drawn = convert(latex, display="block" if match[1] == "display" else "inline")
     # few fonts have the set minus
     drawn = FUNCTION.sub(r'\1<mspace width="0.17em"/>', drawn).replace("<mi>&#x029F5;</mi>", "<mo>\\</mo>")
-    return ('<span class="math '
-            f'{match[1]}">{drawn.replace("<math ", f"<math alttext={json.dumps(html.escape(latex))} ".replace("&quot;", ""), 1)}</span>')
+    alternative = json.dumps(html.escape(latex)).replace("&quot;", "")
+    drawn = drawn.replace("<math ", f"<math alttext={alternative} ", 1)
+    return f'<span class="math {match[1]}">{drawn}</span>'
 
 
 def offline(site):
-    "Equations drawn, nothing fetched from elsewhere, the search index also as a script, the sidebar open to the keyboard."
+    "Equations drawn, nothing fetched from elsewhere, the index also as a script, the sidebar open to the keyboard."
     for path in [*site.rglob("*.html"), *(site/"site_libs").rglob("*.css")]:
-        text = path.read_text(encoding="utf-8")
-        mended = REMOTE.sub("", FOLDS.sub(r'href="\1" data-bs-target="\1" role="button"', MATHS.sub(equation, text))
-                            if path.suffix == ".html" else text) # without href, the keyboard does not reach them
-        if mended != text: path.write_text(mended, encoding="utf-8")
+        text = before = path.read_text(encoding="utf-8")
+        if path.suffix == ".html": # without href, the keyboard does not reach the folds
+            text = FOLDS.sub(r'href="\1" data-bs-target="\1" role="button"', MATHS.sub(equation, text))
+        text = REMOTE.sub("", text)
+        if text != before: path.write_text(text, encoding="utf-8")
     entries = json.loads((site/"search.json").read_text(encoding="utf-8"))
     for entry in entries: entry["text"] = re.sub(r"\\[\(\[].*?\\[\)\]]", "", entry["text"], flags=re.S)
     (site/"search.json").write_text(json.dumps(entries, ensure_ascii=False), encoding="utf-8")
@@ -315,14 +314,15 @@ def idle(path):
 
 
 def quarto(folder):
-    "Render with nbdev's own command in a copy of the project, so that its files for Quarto do not litter this one; the folder of the site."
+    "Render with nbdev's own command in a copy of the project, which its files for Quarto may litter; the site."
     if not find_spec("nbdev"):
         raise SystemExit('nbdev renders with Quarto: pip install "anchor_nb[dev]", or say --engine smalldocs')
     shutil.copytree(ROOT/"anchor_nb", folder/"anchor_nb", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(NOTEBOOKS, folder/"nbs", ignore=shutil.ignore_patterns(".*", HERE.name))
     for path in (folder/"nbs").rglob("*.ipynb"): idle(path)
-    (folder/"pyproject.toml").write_text((ROOT/"pyproject.toml").read_text(encoding="utf-8").replace("[tool.nbdev]",
-                                                                                                     "[tool.nbdev]\ncustom_sidebar = true"), encoding="utf-8")
+    project = (ROOT/"pyproject.toml").read_text(encoding="utf-8")
+    project = project.replace("[tool.nbdev]", "[tool.nbdev]\ncustom_sidebar = true")
+    (folder/"pyproject.toml").write_text(project, encoding="utf-8")
     # that page is ours alone
     contents = [entry for entry in sidebar(all_notebooks(), {}) if entry.get("href") != "names.md"]
     (folder/"nbs/sidebar.yml").write_text(yaml.safe_dump({"website": {"sidebar": {"contents": contents}}},
@@ -350,8 +350,8 @@ def build(out, engine="auto"):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--engine", choices=["auto", *ENGINES], default="auto", help="auto takes Quarto where it is "
-                                                                                     "installed")
+    parser.add_argument("--engine", choices=["auto", *ENGINES], default="auto",
+                        help="auto takes Quarto where it is installed")
     parser.add_argument("--out", default=ROOT/"_docs", help="folder of the site (default: _docs in the project)")
     asked = parser.parse_args()
     build(asked.out, asked.engine)

@@ -1,6 +1,5 @@
 "Properties of the similarity measures over generated matrices, sums against matrices, and comparisons from end to end; the notebooks hold the examples and the naive references."
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from scipy.linalg import orthogonal_procrustes
 
+import warm
 from anchor_nb.analysis import representation_similarity as similarity, hidden_states as states, compare as streaming
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.embedder import AnchorEmbedder
@@ -255,8 +255,8 @@ def test_a_result_is_json_and_the_same_in_another_process(models, texts, tmp_pat
     assert stored == json.loads(json.dumps(found))
     code = ("import json, sys; from anchor_nb.analysis.compare import Settings, compare; a, b, texts, small = "
             "json.load(sys.stdin); print(json.dumps(compare(a, b, texts, Settings(**small), cache=False)))")
-    said = subprocess.run([sys.executable, "-c", code], input=json.dumps([*models[:2], texts[:40], SMALL]),
-                          capture_output=True, text=True, timeout=300)
+    said = warm.run([sys.executable, "-c", code], input=json.dumps([*models[:2], texts[:40], SMALL]),
+                    capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stderr[-2000:]
     again = json.loads(said.stdout.splitlines()[-1])
     for metric, nulls in stored["curves"].items():

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import warm
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.experiments import stages as stage_runs
 from anchor_nb.experiments import pipeline
@@ -29,8 +30,8 @@ def invoke(*words):
 
 
 def shell(*words, cwd=None):
-    "The installed console script."
-    return subprocess.run([COMMAND, *map(str, words)], capture_output=True, text=True, cwd=cwd, timeout=900)
+    "The command in a process of its own."
+    return warm.run([COMMAND, *map(str, words)], capture_output=True, text=True, cwd=cwd, timeout=900)
 
 
 def rows(path): return [json.loads(line) for line in Path(path).read_text().splitlines()]
@@ -125,7 +126,7 @@ def test_a_mistake_is_one_message_and_nothing_starts(words, message, tmp_path, m
 
 
 def test_a_mistake_in_a_shell_is_no_traceback(tmp_path):
-    result = shell("stage1", "-p", "alpha=2", cwd=tmp_path)
+    result = subprocess.run([COMMAND, "stage1", "-p", "alpha=2"], capture_output=True, text=True, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     what, fix = result.stderr.splitlines()
     assert what == "anchor-nb: alpha must lie in [0, 1], it is 2.0"
@@ -317,9 +318,8 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(smoke):
 
 def test_two_processes_take_the_same_steps_as_one(smoke):
     folder, _ = smoke
-    result = subprocess.run([COMMAND, "stage1", "-f", "stage1.yaml", "-p", "out=two", "-p", "processes=2"], cwd=folder,
-                            capture_output=True, text=True,
-                            env={**os.environ, "ACCELERATE_USE_CPU": "1"}, timeout=300)
+    result = warm.run([COMMAND, "stage1", "-f", "stage1.yaml", "-p", "out=two", "-p", "processes=2"], cwd=folder,
+                      capture_output=True, text=True, env={**os.environ, "ACCELERATE_USE_CPU": "1"}, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     one, two = rows(folder/"runs/all/stage1/metrics.jsonl"), rows(folder/"two/metrics.jsonl")
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -17,6 +16,7 @@ import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_notebook
 
+import warm
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.models import resolve as resolving
 from anchor_nb.experiments import stages as stage_runs
@@ -414,7 +414,7 @@ def test_a_whole_stage_holds_no_secret(tmp_path, secrets):
                     micro_tokens=200, warmup_steps=0, processes=1)
     def stage(**changes):
         words = [word for name, value in (settings | changes).items() for word in ("-p", f"{name}={value}")]
-        return subprocess.run([command, "stage1", *words], capture_output=True, text=True, env=environment, timeout=600)
+        return warm.run([command, "stage1", *words], capture_output=True, text=True, env=environment, timeout=600)
     done = stage()
     assert done.returncode == 0 and json.loads((tmp_path/"run"/"run.json").read_text())["status"] == "complete", done.stderr
     # two leave notes of their failure

@@ -2,7 +2,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import warm
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.models.embedder import AnchorEmbedder
@@ -148,8 +148,7 @@ def write_set(folder, name, instruction=""):
 
 def evaluate(folder, *words):
     "The command in a process of its own."
-    return subprocess.run([COMMAND, "evaluate", *map(str, words)], cwd=folder, capture_output=True, text=True,
-                          timeout=600)
+    return warm.run([COMMAND, "evaluate", *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def main_rows(folder):
@@ -189,8 +188,8 @@ def test_the_same_command_tries_only_what_is_missing(half_failed):
 
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     words = ["tiny", "--benchmark", "local-quick", "-p", "max_length=64"]
-    process = subprocess.Popen([COMMAND, "evaluate", *words], cwd=tmp_path, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)
+    process = warm.Popen([COMMAND, "evaluate", *words], cwd=tmp_path, stdout=warm.DEVNULL, stderr=warm.DEVNULL,
+                         start_new_session=True)
     ledger, deadline = tmp_path/"runs/evaluate/ledger.jsonl", time.monotonic() + 300
     while not (ledger.exists() and ledger.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

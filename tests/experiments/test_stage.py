@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from anchor_nb.core.recipe import Stage1, as_yaml
+import warm
+from anchor_nb.core.recipe import Stage1
+from anchor_nb.core.settings import as_yaml
 from anchor_nb.runs.manifest import read_manifest
 from anchor_nb.training.trainer import train
 from common import recipe, rows
@@ -54,8 +56,8 @@ def test_under_another_launcher(launcher, alone, tmp_path):
 
 def node(tmp_path, rank, port, **changes):
     where = dict(os.environ, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return subprocess.Popen([sys.executable, *arguments(tmp_path, **changes)], env=where, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+    return warm.Popen([sys.executable, *arguments(tmp_path, **changes)], env=where, stdout=warm.PIPE, stderr=warm.PIPE,
+                      text=True)
 
 
 def free_port():

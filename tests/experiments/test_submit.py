@@ -12,7 +12,8 @@ from common import recipe, rows, run, toy_pairs
 
 from anchor_nb.runs import launch, manifest as runs
 from anchor_nb.experiments import slurm as submit
-from anchor_nb.core.recipe import Stage1, as_dict
+from anchor_nb.core.recipe import Stage1
+from anchor_nb.core.settings import as_dict
 
 TRAINING = dict(model="tiny", global_batch=8, warmup_steps=2, learning_rate=1e-3, max_length=48, micro_tokens=300)
 

@@ -2,7 +2,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ import pytest
 import yaml
 from common import toy_pairs
 
+import warm
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.runs import manifest as runs
 from anchor_nb.experiments import sweeps
@@ -123,9 +123,8 @@ SWEEP = ("import sys, json; from anchor_nb.experiments.sweeps import run_sweep; 
 
 
 def start(path, root, at_once=1):
-    return subprocess.Popen([sys.executable, "-c", SWEEP, path, str(root), str(at_once)], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, env=os.environ | dict(ACCELERATE_USE_CPU="1",
-                                                                                       OMP_NUM_THREADS="1"))
+    return warm.Popen([sys.executable, "-c", SWEEP, path, str(root), str(at_once)], stdout=warm.PIPE,
+                      stderr=warm.STDOUT, text=True, env=os.environ | dict(ACCELERATE_USE_CPU="1", OMP_NUM_THREADS="1"))
 
 
 def finish(process):
@@ -160,7 +159,6 @@ def test_a_sweep_that_is_killed_goes_on_and_stage_one_ran_once(tmp_path):
     assert (again["done"], ": running" in said) == (5, False), "all of it was there"
 
 
-@pytest.mark.slow
 def test_scores_are_gathered_in_one_ledger_and_a_failed_arm_is_reported(tmp_path):
     root = tmp_path/"root"
     base = SMALL | {"evaluate.tasks": [str(build_corpus("toy")/"eval")]}

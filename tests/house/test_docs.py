@@ -95,11 +95,29 @@ def test_nothing_names_a_host_to_load_from(site):
 
 
 def test_exported_cells_become_signatures_descriptions_and_sources(site):
-    text = (site/"pooling.html").read_text(encoding="utf-8")
-    assert 'id="pooling.pool_states"' in text
+    text = (site/"models/pooling.html").read_text(encoding="utf-8")
+    assert 'id="models.pooling.pool_states"' in text
     plain = re.sub(r"<[^>]+>", "", text)
     assert "Source, anchor_nb/models/pooling.py" in plain and "pool_states(" in plain
     assert "#| export" not in plain and "from fastcore.test import" not in plain
+
+
+def test_what_is_internal_is_folded_and_not_listed(site):
+    "An `exporti` cell keeps its source on the page, without a heading, and out of the API page."
+    source = '#| default_exp models.a\n', "#| exporti\ndef helper(): pass", "#| export\ndef shown(): pass"
+    notebook = make_site.v4.new_notebook(cells=[make_site.v4.new_markdown_cell("# A"),
+                                                *map(make_site.v4.new_code_cell, source)])
+    page = "\n".join(cell.source for cell in make_site.as_page(notebook, Path("models/a"), {}).cells)
+    assert "### `shown`" in page and "### `helper`" not in page and "def helper" in page
+    assert 'code-summary="Internal, anchor_nb/models/a.py"' in page
+
+
+def test_the_api_page_begins_with_what_the_package_itself_offers(site):
+    import anchor_nb
+    text = (site/"names.html").read_text(encoding="utf-8")
+    first = text[text.index('id="anchor_nb"'):text.index('id="core.recipe"')]
+    assert re.findall(r'<td[^>]*><a href="[^"]+#([\w.]+)"', first) == [f"{home}.{name}"
+                                                                 for name, home in anchor_nb._HOMES.items()]
 
 
 def test_a_cell_is_described_as_it_is_written():
@@ -149,12 +167,12 @@ def test_notebooks_named_in_prose_become_links():
     pages = make_site.all_notebooks()
     text = ("See `models/04_pooling`, [there](analysis/01_representation_similarity.html#x), `tutorials/cost`, "
             "`06_nothing`.\n```\n`models/04_pooling`\n```")
-    assert (make_site.linked(text, Path("runs"), pages) == "See [`models/04_pooling`](pooling.ipynb), "
-                                                           "[there](similarity.ipynb#x), "
+    assert (make_site.linked(text, Path("runs"), pages) == "See [`models/04_pooling`](models/pooling.ipynb), "
+                                                           "[there](analysis/representation_similarity.ipynb#x), "
                                                            "[`tutorials/cost`](tutorials/cost.ipynb), "
                                                            "`06_nothing`.\n```\n`models/04_pooling`\n```")
     assert make_site.linked("`models/04_pooling`", Path("tutorials/cost"),
-                            pages) == "[`models/04_pooling`](../pooling.ipynb)"
+                            pages) == "[`models/04_pooling`](../models/pooling.ipynb)"
 
 
 def test_a_folder_that_is_no_site_is_not_replaced(tmp_path):
@@ -199,11 +217,11 @@ def test_every_page_opens_without_a_complaint_and_fits_a_phone(pages, address, c
 
 
 def test_equations_are_drawn(site, address, open_page):
-    assert 'class="math' in (site/"reconstruction.html").read_text(encoding="utf-8")
+    assert 'class="math' in (site/"losses/reconstruction.html").read_text(encoding="utf-8")
     for path in site.rglob("*.html"):
         left = re.search(r"\\[(\[][^<]{2,}\\[)\]]</span>|<m(i|o|text)>\s*\\\w+", path.read_text(encoding="utf-8"))
         assert not left, (path.name, left)
-    page = open_page(f"{address}/reconstruction.html")
+    page = open_page(f"{address}/losses/reconstruction.html")
     for kind in ("block", "inline"):
         box = page.locator(f"math[display={kind}]").first.bounding_box()
         assert box["height"] > 10 and box["width"] > 5
@@ -212,14 +230,14 @@ def test_equations_are_drawn(site, address, open_page):
 def test_navigation_leads_from_home_to_a_module_and_on(address, open_page):
     page = open_page(f"{address}/index.html")
     page.locator("#quarto-sidebar").get_by_text("Library", exact=True).click()
-    page.locator("#quarto-sidebar").get_by_role("button", name="Objectives", exact=True).focus()
+    page.locator("#quarto-sidebar").get_by_role("button", name="Losses", exact=True).focus()
     page.keyboard.press("Enter")
     page.locator("#quarto-sidebar").get_by_role("link", name="Reconstruction", exact=True).click()
     assert page.url.endswith("/reconstruction.html") and page.locator("h1").inner_text() == "Reconstruction"
     page.locator("#TOC a").last.click()
     assert "#" in page.url
     page.locator(".nav-page-next a").click()
-    assert page.url.endswith("/bags.html")
+    assert page.url.endswith("/losses/llama2vec.html")
 
 
 @pytest.mark.parametrize("where", ["web", "disk"])
@@ -230,7 +248,7 @@ def test_search_finds_a_function_from_the_web_and_from_the_disk(site, address, o
     first = page.locator(".search-result").first
     first.wait_for()
     first.click()
-    page.wait_for_url("**/pooling.html#*")
+    page.wait_for_url("**/models/pooling.html#*")
     assert page.locator("h3 code", has_text="pool_states").is_visible()
 
 
@@ -240,7 +258,7 @@ def background(page):
 
 
 def test_light_and_dark(address, open_page):
-    page = open_page(f"{address}/pooling.html", scheme="dark")
+    page = open_page(f"{address}/models/pooling.html", scheme="dark")
     assert max(background(page)) < 60
     page.locator(".quarto-color-scheme-toggle").first.click()
     page.wait_for_function("getComputedStyle(document.body).backgroundColor === 'rgb(255, 255, 255)'")
@@ -255,7 +273,7 @@ def test_the_map_that_one_can_move_about_in_is_there(address, open_page):
 
 
 def test_sources_fold_out(address, open_page):
-    page = open_page(f"{address}/pooling.html")
+    page = open_page(f"{address}/models/pooling.html")
     fold = page.locator("details.code-fold").first
     assert not fold.locator("pre").is_visible()
     fold.locator("summary").click()

@@ -1,13 +1,16 @@
-"""Every number on the front page is made by the present code and recipe, or says beside it which commit made it.
+"""Every number on the front page and the pages behind it is made by the present code, or says which commit made it.
 
 A results folder that fails here was made with other settings or another state of the code. Make it again: for the demo
-`rm -r runs/demo; make demo` and `nbs/results/keep.py`, then run nbs/index.ipynb and `python setup.py readme`. Or, where
+`rm -r runs/demo; make demo` and `nbs/results/keep.py`, then run nbs/index.ipynb and nbs/pages, and `python setup.py readme`. Or, where
 it is to stay as a record, name it with its commits in nbs/results/kept.json, and print that with `kept` on the page.
 """
 import ast
 import importlib.util
 import json
 import re
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,8 +23,11 @@ from anchor_nb.runs.manifest import new_manifest, other_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NBS = ROOT/"nbs"
-PAGE = json.loads((NBS/"index.ipynb").read_text(encoding="utf-8"))
-CELLS = [cell for cell in PAGE["cells"] if cell["cell_type"] == "code"]
+PAGES = {path.stem: [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+                     if cell["cell_type"] == "code"]
+         for path in [NBS/"index.ipynb", *sorted((NBS/"pages").glob("*.ipynb"))]}
+CELLS = [cell for cells in PAGES.values() for cell in cells]
+README = (ROOT/"README.md").read_text(encoding="utf-8")
 KEPT = json.loads((NBS/"results/kept.json").read_text(encoding="utf-8"))
 
 
@@ -36,7 +42,7 @@ def away(tmp_path, monkeypatch):
 def read_by(source):
     "The results folders that code names, as a string or as the beginning of one."
     constants = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    strings = [text for text in constants if isinstance(text, str)]
+    strings = [text.removeprefix("../") for text in constants if isinstance(text, str)]
     paths = [Path(text) for text in strings if re.match(r"(results|benchmarks/results)/?", text)]
     return {(path if (NBS/path).is_dir() else path.parent).as_posix() for path in paths} - {"results"}
 
@@ -50,7 +56,7 @@ FOLDERS = sorted(folder for folder in READ if folder.startswith("results/"))
 
 def shown_by(cell):
     "What a cell has printed on the page."
-    return "".join("".join(output.get("data", {}).get("text/markdown", [])) for output in cell["outputs"])
+    return "".join("".join(output.get("data", {}).get("text/markdown", [])) for output in cell.get("outputs", []))
 
 
 def test_the_folders_of_the_page_are_found():
@@ -74,7 +80,8 @@ def stale(manifest):
     "Why the present code and recipe would not make this run; empty where they would."
     found = [] if manifest["status"] == "complete" else [f"its status is {manifest['status']}"]
     if manifest["code"].get("dirty"): found.append("its code had changes that were not committed")
-    try: recipe = RECIPES[manifest["stage"]](**manifest["recipe"])
+    cls = RECIPES[manifest["stage"]]
+    try: recipe = cls(**{name: value for name, value in manifest["recipe"].items() if name not in cls.fixed})
     except (TypeError, ValueError) as error: return [*found, f"its recipe is none today: {error}"]
     return found + other_settings(manifest, recipe)
 
@@ -105,9 +112,9 @@ def test_a_folder_is_of_the_present_state_or_says_whose(folder):
         return
     commits = {manifest["code"]["commit"] for manifest in manifests(NBS/folder).values()}
     assert commits == set(KEPT[folder]["commits"]) and KEPT[folder]["why"]
-    for number, cell in enumerate(CELLS):
+    for cell, following in ((cell, following) for cells in PAGES.values() for cell, following in pairwise([*cells, {}])):
         if folder not in read_by(source_of(cell)) or "#| hide" in source_of(cell): continue
-        beside = shown_by(cell) + shown_by(CELLS[number + 1]) # a figure cannot print it itself
+        beside = shown_by(cell) + shown_by(following) # a figure cannot print it itself
         assert all(commit[:7] in beside for commit in commits), f"{folder}: print kept({folder!r}) beside its numbers"
 
 
@@ -128,7 +135,7 @@ def test_every_score_belongs_to_a_manifest(folder):
 
 
 def test_speeds_say_where_and_with_which_code_they_were_measured():
-    cell, = [cell for cell in CELLS if "benchmarks/results" in read_by(source_of(cell))]
+    cell, = [cell for cell in PAGES["speed"] if "benchmarks/results" in read_by(source_of(cell))]
     for name in ("stage1", "stage2", "encode"):
         for row in read_rows(NBS/"benchmarks/results"/f"{name}.jsonl"):
             assert row["machine"]["cpus"] and row["machine"]["platform"] and row["code"]["commit"] and row["at"]
@@ -140,15 +147,68 @@ def test_speeds_say_where_and_with_which_code_they_were_measured():
 
 def test_the_tables_are_made_of_the_rows_that_lie_there(monkeypatch):
     "Results that were made again and a page that was not run again since then would disagree."
-    monkeypatch.chdir(NBS)
+    for page, cells in PAGES.items():
+        monkeypatch.chdir(NBS if page == "index" else NBS/"pages")
+        names = {}
+        for cell in cells:
+            wanted = shown_by(cell)
+            if not wanted and "import Markdown" not in source_of(cell): continue
+            *body, last = ast.parse(source_of(cell)).body
+            if not wanted: body.append(last)
+            exec(compile(ast.Module(body, []), page, "exec"), names)
+            if wanted: assert eval(compile(ast.Expression(last.value), page, "eval"), names).data == wanted, page
+
+
+# ---- the page itself ----
+
+def test_the_front_page_is_short():
+    text = re.sub(r"<!--.*?-->", "", README, flags=re.S)
+    words = lambda part: [word for word in part.split() if re.search(r"\w", word)]
+    assert len(words(text)) <= 900 and len(words(text.partition("```")[0])) <= 150
+
+
+def test_the_code_on_the_front_page_runs(capsys):
+    "Offline: the model is drawn at random. What is printed below the code is what it gives."
+    code, = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+    *body, last = ast.parse(code).body
     names = {}
-    for cell in CELLS:
-        wanted = shown_by(cell)
-        if not wanted and "def kept" not in source_of(cell): continue
-        *body, last = ast.parse(source_of(cell)).body
-        if not wanted: body.append(last)
-        exec(compile(ast.Module(body, []), "index.ipynb", "exec"), names)
-        if wanted: assert eval(compile(ast.Expression(last.value), "index.ipynb", "eval"), names).data == wanted
+    exec(compile(ast.Module(body, []), "README.md", "exec"), names)
+    shape = eval(compile(ast.Expression(last.value), "README.md", "eval"), names)
+    assert f"```text\n{shape!r}\n```" in README and len(code.splitlines()) <= 7
+
+
+def test_the_commands_on_the_pages_are_there():
+    "Every command and option that the pages name is one of the command line's."
+    from typer.main import get_command
+
+    from anchor_nb.cli.main import app
+    commands = get_command(app).commands
+    texts = [README] + ["".join(cell["source"]) for path in (NBS/"pages").glob("*.ipynb")
+                        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    used = re.findall(r"anchor-nb ([a-z]\w*)([^#`\n]*)", "\n".join(texts))
+    assert len(used) > 25
+    for command, rest in used:
+        assert command in commands, command
+        known = {name for option in commands[command].params for name in option.opts} | {"--help"}
+        assert set(re.findall(r"(?<= )--?[a-z][\w-]*", rest)) <= known, (command, rest)
+
+
+# ---- what `from anchor_nb import ...` offers ----
+
+def test_the_lazy_names_resolve():
+    import anchor_nb
+    from anchor_nb import Stage1, train
+    for name in anchor_nb.__all__:
+        assert getattr(anchor_nb, name).__name__ == name and name in dir(anchor_nb)
+    assert train.__module__ == "anchor_nb.training.trainer" and Stage1.__module__ == "anchor_nb.core.recipe"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"): anchor_nb.nothing
+
+
+def test_importing_the_package_is_cheap():
+    code = ("import sys, anchor_nb; dir(anchor_nb); "
+            "print([name for name in ('torch', 'transformers', 'numpy', 'pandas') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 # ---- the check itself, and the way to new results ----
@@ -162,7 +222,7 @@ spec.loader.exec_module(keeping)
 def demo(tmp_path, monkeypatch):
     "What `make demo` leaves, without models: manifests of today, and a file that is not to be kept."
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("anchor_nb.runs.provenance.code_version", lambda: dict(version="0", commit="c" * 40,
+    monkeypatch.setattr("anchor_nb.runs.manifest.code_version", lambda: dict(version="0", commit="c" * 40,
                                                                                dirty=False))
     places = dict(prepare="data", stage1="stage1", anchor="anchor", baseline="baseline")
     for name in ("stage1", "anchor", "baseline"): write_json(Path("runs/demo")/name/"model/config.json", {})

@@ -1,5 +1,6 @@
 """What a pip user gets: wheel and sdist carry the stage notebooks, presets and tables, and work away from the checkout."""
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -57,6 +58,10 @@ def test_the_wheel_has_all_modules_notebooks_presets_and_tables(wheel):
               for path in (ROOT/"anchor_nb").glob(pattern)}
     wanted |= {f"anchor_nb/notebooks/{path.name}" for path in (ROOT/"nbs/stages").glob("*.ipynb")}
     assert wanted <= names, wanted - names
+    tutorials = "".join(path.read_text(encoding="utf-8") for path in (ROOT/"nbs/tutorials").glob("*.ipynb"))
+    read = set(re.findall(r"\.\./((?:results|benchmarks)/[\w./-]*\w)", tutorials))
+    missing = [place for place in read if not any(name.startswith(f"anchor_nb/notebooks/{place}") for name in names)]
+    assert len(read) > 2 and not missing, missing
     foreign = {name for name in names if not name.startswith(("anchor_nb/", f"anchor_nb-{__version__}.dist-info/"))}
     assert not foreign
 
@@ -70,7 +75,8 @@ def test_the_metadata_are_those_of_settings_ini(wheel):
         assert line in text, line
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any(name in line for line in required for name in ("nbdev", "fastcore", "jupytext", "pytest"))
-    assert ((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((("anchor-nb = anchor_nb.cli.main:main" in zipfile.ZipFile(wheel).read(f"anchor_nb-{__version__}.dist-info/entry_points.txt").decode())))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
+    entry_points = zipfile.ZipFile(wheel).read(f"anchor_nb-{__version__}.dist-info/entry_points.txt").decode()
+    assert "anchor-nb = anchor_nb.cli.main:main" in entry_points
 
 
 def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):

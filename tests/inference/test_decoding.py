@@ -10,6 +10,7 @@ from transformers import (AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, Ll
                           MistralConfig, MistralForCausalLM,
                           Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
+import warm
 from anchor_nb.models.backbone import run_packed, trunk_of
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.resolve import resolve_model
@@ -140,7 +141,7 @@ def test_the_loss_of_a_first_step_is_found_again(tmp_path, how):
 
 def evaluate(folder, *words):
     command = Path(sys.executable).with_name("anchor-nb")
-    return subprocess.run([command, "evaluate", "tiny", "--task", build_corpus("toy")/"eval", "-p", "max_length=64",
+    return warm.run([command, "evaluate", "tiny", "--task", build_corpus("toy")/"eval", "-p", "max_length=64",
                            *map(str, words), "--json"], cwd=folder, capture_output=True, text=True, timeout=600)
 
 

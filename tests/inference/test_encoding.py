@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -14,6 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+import warm
 from anchor_nb.inference import corpus_encoding as encoding
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.inference.corpus_encoding import encode_corpus, open_encoded, shard_file
@@ -38,9 +38,9 @@ def write_corpus(path, rows):
 
 def start(environment={}, **settings):
     "Encode in another process, on one thread, so that its numbers are those of any other."
-    return subprocess.Popen([sys.executable, "-c", ENCODE, json.dumps(dict(model="tiny", **settings))], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=os.environ | dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="1") | environment)
+    return warm.Popen([sys.executable, "-c", ENCODE, json.dumps(dict(model="tiny", **settings))], text=True,
+                      stdout=warm.PIPE, stderr=warm.PIPE,
+                      env=os.environ | dict(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="1") | environment)
 
 
 def ended(process) -> dict:

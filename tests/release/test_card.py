@@ -1,4 +1,4 @@
-"Model cards of real runs, their code run on an exported folder, and uploads to a server that speaks the hub's language."
+"Model cards of real runs, their snippets run on an exported folder, and uploads to a server that acts as the hub."
 import base64
 import hashlib
 import json
@@ -73,7 +73,7 @@ def test_a_hub_can_read_the_card_and_scores_are_those_of_the_ledger(exported):
 def test_the_card_tells_both_stages_data_limits_and_nothing_of_this_machine(runs, exported):
     text = (exported/"README.md").read_text()
     assert text.count("### Stage I, ") == text.count("### Stage II, ") == 1
-    assert "| toy | I, II | 268 |" in text and "Apache-2.0" in text and "Credit is due to" in text
+    assert "| toy | I, II | 268 |" in text and "Apache-2.0" in text and "| credit |" in text
     assert "| `learning_rate` | 0.001 | 4e-05 |" in text and "| `learning_rate` | 0.001 | 0.0002 |" in text
     assert "confidential" in text and "cut at 48 tokens" in text and "@inproceedings" in text
     assert str(runs) not in text and str(Path.home()) not in text and not re.search(r"/(tmp|home|root)/", text)
@@ -122,8 +122,8 @@ def test_no_value_breaks_out_of_a_table(lines):
                        st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), min_size=1,
                                max_size=20).filter(lambda text: text[0] not in "/~.[{"), max_size=4))
 def test_a_command_without_places_stays_as_it_was(given):
-    command = shlex.join(["anchor-nb", "stage1", *(word for name, value in given.items() for word in ("-p",
-                                                                                                      f"{name}={value}"))])
+    values = [word for name, value in given.items() for word in ("-p", f"{name}={value}")]
+    command = shlex.join(["anchor-nb", "stage1", *values])
     assert shlex.split(public_command(command, Path("/somewhere"))) == shlex.split(command)
 
 
@@ -143,11 +143,12 @@ def test_the_code_of_the_card_runs_and_all_libraries_agree(exported):
         vectors[heading] = [np.asarray(names[side]) for side in ("queries", "documents")]
     for heading, (queries, documents) in vectors.items():
         assert queries.shape == (1, 64) and documents.shape == (2, 64)
-        assert np.abs(queries - vectors["anchor_nb"][0]).max() < 1e-5 and np.abs(documents - vectors["anchor_nb"][1]).max() < 1e-5, heading
+        assert np.abs(queries - vectors["anchor_nb"][0]).max() < 1e-5, heading
+        assert np.abs(documents - vectors["anchor_nb"][1]).max() < 1e-5, heading
 
 
 def test_nothing_is_said_to_be_read_that_was_not_run(exported):
-    "The export was not checked, so of no library more is known than its rules; and a tag of a hub would be a claim too."
+    "The export was not checked, so only the rules of the libraries are known; a tag of the hub would be a claim too."
     text = (exported/"README.md").read_text()
     assert text.count("Reads this folder: by its rules, not run.") == 4 and "Reads this folder: yes" not in text
     assert "text-embeddings-inference" not in ModelCard(text).data.tags
@@ -156,7 +157,7 @@ def test_nothing_is_said_to_be_read_that_was_not_run(exported):
 # ---- upload ----
 
 class Hub(BaseHTTPRequestHandler):
-    "As much of a hub as `create_repo`, `create_branch`, `create_commit` and `list_repo_files` need; what it was sent is in `server.repos`."
+    "What `create_repo`, `create_branch`, `create_commit` and `list_repo_files` need; uploads are in `server.repos`."
     def log_message(self, *args): pass
 
     def answer(self, content, status=200):
@@ -225,7 +226,8 @@ class Hub(BaseHTTPRequestHandler):
 def server():
     "A hub on this machine."
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url, server.repos, server.large, server.tokens, server.small = f"http://127.0.0.1:{server.server_port}", {}, {}, set(), False
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.repos, server.large, server.tokens, server.small = {}, {}, set(), False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -233,7 +235,7 @@ def server():
 
 
 def push(url, folder, tmp_path, send=True, **how):
-    "`push` of what was shown here, in a process whose client knows another hub and a login; (return code, result or error)."
+    "`push` what was shown here, in a process with another hub and a login; (return code, result or error)."
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= dict(HF_ENDPOINT=url, HF_HOME=str(tmp_path/"home"), HF_HUB_DISABLE_XET="" if how.pop("pipeline",
                                                                                                         False) else "1",
@@ -259,7 +261,7 @@ def test_what_arrives_is_what_was_exported(server, exported, tmp_path):
 
 
 def test_the_newer_way_of_uploading_sends_the_same(server, exported, tmp_path):
-    "With hf_xet the client goes another way; its storage of large files has no stand-in here, so all files go as small ones."
+    "With hf_xet the client uploads differently; its storage of large files has no stand-in, so all go as small ones."
     server.small = True
     code, found = push(server.url, exported, tmp_path, pipeline=True)
     assert code == 0, found
@@ -301,7 +303,7 @@ def test_a_card_that_the_hub_refuses_uploads_nothing(server, exported, tmp_path)
 def test_the_folder_of_a_run_is_refused_and_so_is_its_model(runs):
     "The model folder of a run says where it was trained, and has no card."
     with pytest.raises(ValueError, match="anchor-nb export"): hub.upload_plan(runs/"anchor")
-    with pytest.raises(ValueError, match="anchor_nb.json names a place of this machine.*README.md is missing"):
+    with pytest.raises(ValueError, match="anchor_nb.json contains a path of this machine.*README.md is missing"):
         hub.upload_plan(runs/"anchor/model")
 
 
@@ -327,6 +329,6 @@ def test_what_was_shown_is_what_is_sent_or_nothing_is(server, exported, tmp_path
         kept = (folder/name).read_bytes() if (folder/name).exists() else None
         (folder/name).write_text("{}")
         code, said = push(server.url, folder, tmp_path, send=False, shown=shown)
-        assert code == 1 and "look again without the plan" in said and server.repos == {}
+        assert code == 1 and "look at the plan again" in said and server.repos == {}
         (folder/name).write_bytes(kept) if kept else (folder/name).unlink()
     assert hub.push(folder, "somebody/tiny-anchor")["plan"] == shown

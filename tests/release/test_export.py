@@ -1,4 +1,4 @@
-"Exported folders give in other libraries the vectors that they give here: families of tokenizers and models, both ways of looking, adapters, rounding, and what is refused."
+"Exports give the same vectors in other libraries: tokenizers, models, attention, adapters, dtypes, and refusals."
 import json
 import logging
 import re
@@ -50,8 +50,9 @@ def tokenizer_of(family, pieces=False):
     "A small tokenizer as a family has it, byte-level or with SentencePiece's spaces."
     special, bos, eos, pad, chat, adds = TOKENIZERS[family]
     raw = Tokenizer(models.BPE(unk_token="<unk>") if pieces else models.BPE())
-    raw.pre_tokenizer, raw.decoder = (pre_tokenizers.Metaspace(prepend_scheme="first"),
-                                      decoders.Metaspace()) if pieces else (pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first") if pieces else byte_level
+    raw.decoder = decoders.Metaspace() if pieces else decoders.ByteLevel()
     alphabet = [] if pieces else pre_tokenizers.ByteLevel.alphabet()
     raw.train_from_iterator(["the user asked what [INST] the river floods in spring [/INST] and the mill stands still, "
                              "a cat sleeps"]*4, trainers.BpeTrainer(vocab_size=400, special_tokens=special,
@@ -86,7 +87,7 @@ def read(path): return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def plainly(model, formatter, texts, instruction, peer):
-    "Vectors of the weights before the export, computed by transformers in the batch that sentence-transformers makes of our ids."
+    "Vectors of the weights before the export, computed by transformers in the batches of sentence-transformers."
     ids = [tokens.ids for tokens in formatter(texts, instruction)]
     batch = peer.tokenizer.pad(dict(input_ids=ids), return_tensors="pt")
     with torch.inference_mode(): states = model(**batch).last_hidden_state
@@ -99,12 +100,12 @@ def plainly(model, formatter, texts, instruction, peer):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "qwen3"])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_the_weights_and_ids_are_the_same_to_the_last_bit(tmp_path, kind, side):
-    "The difference is 0 against the same computation with the weights before the export, for queries, documents and texts that were cut."
+    "Queries, documents, truncated texts: no difference from the same computation with the weights before the export."
     family = {"llama": "llama3", "qwen2": "qwen2.5", "mistral": "mistral", "qwen3": "qwen2.5"}[kind]
     model = checkpoint(tmp_path/"m", kind, family)
     export(model, tmp_path/"out", query="Find the passage")
-    peer, formatter, before = peer_of(tmp_path/"out",
-                                      side), AnchorEmbedder.from_pretrained(model).formatter, AutoModel.from_pretrained(model)
+    peer, before = peer_of(tmp_path/"out", side), AutoModel.from_pretrained(model)
+    formatter = AnchorEmbedder.from_pretrained(model).formatter
     texts = sorted(TEXTS, key=len, reverse=True) # sentence-transformers sorts a batch so
     for instruction, found in (("Find the passage", peer.encode_query(texts)), ("", peer.encode_document(texts))):
         assert abs(found - plainly(before, formatter, texts, instruction, peer)).max() == 0
@@ -120,7 +121,8 @@ def test_every_family_of_tokenizers(tmp_path, family, pieces):
     export(model, tmp_path/"out", prompts=dict(web="Find pages", facts="Check the claim"))
     found = check(model, tmp_path/"out")
     assert found["same"] and found["other_tokens"] == 0 and found["largest"] < 1e-6
-    tokenizer, eos = AutoTokenizer.from_pretrained(tmp_path/"out"), AnchorEmbedder.from_pretrained(model).formatter.layout.eos
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path/"out")
+    eos = AnchorEmbedder.from_pretrained(model).formatter.layout.eos
     for row in tokenizer([*TEXTS, ""], truncation=True)["input_ids"]:
         assert tokenizer.convert_ids_to_tokens(row[-1]) == eos and len(row) <= 128
     special = SpecialVocab(tmp_path/"out")
@@ -146,8 +148,8 @@ def test_another_eos_than_the_tokenizers_own(tmp_path):
     export(model, tmp_path/"out")
     assert check(model, tmp_path/"out")["same"]
     special = SpecialVocab(tmp_path/"out")
-    assert (special.add_special_token["eos"]
-            and special.special_token_ids["eos"] == AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|endoftext|>"))
+    expected = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|endoftext|>")
+    assert special.add_special_token["eos"] and special.special_token_ids["eos"] == expected
 
 
 @pytest.mark.parametrize("pooling", ["eos", "last", "mean", "weighted_mean", "first"])
@@ -198,7 +200,8 @@ def test_prompts_are_the_instructions_of_training(tmp_path):
     assert (written["query"] == "Given a web search query, retrieve relevant passages that answer the query; "
             and set(written) == {"query", "document", "fever", "allnli", "allnli_2"})
     assert check(model, tmp_path/"out")["other_tokens"] == 0
-    peer, ours, again = peer_of(tmp_path/"out"), AnchorEmbedder.from_pretrained(model), AnchorEmbedder.from_pretrained(str(tmp_path/"out"))
+    peer, ours = peer_of(tmp_path/"out"), AnchorEmbedder.from_pretrained(model)
+    again = AnchorEmbedder.from_pretrained(str(tmp_path/"out"))
     instruction = "Given a claim, retrieve documents that support or refute the claim"
     np.testing.assert_allclose(peer.encode(SHORT, prompt_name="fever"), ours.encode_query(SHORT, instruction),
                                atol=1e-6)
@@ -284,7 +287,8 @@ def test_an_adapter_alone_and_merged(tmp_path):
     export(model, tmp_path/"adapter", adapter=True)
     for name in ("merged", "adapter"):
         assert check(model, tmp_path/name)["largest"] < 2e-6 and check(model, tmp_path/name)["same"]
-    assert ((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((abs(peer_of(tmp_path/"adapter").encode(SHORT) - AnchorEmbedder.from_pretrained(base).encode(SHORT)).max() > 1e-3))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
+    base_vectors = AnchorEmbedder.from_pretrained(base).encode(SHORT)
+    assert abs(peer_of(tmp_path/"adapter").encode(SHORT) - base_vectors).max() > 1e-3
     assert not (tmp_path/"adapter/model.safetensors").exists() and not (tmp_path/"adapter/config.json").exists()
     assert [files_of(tmp_path/name)[1] for name in ("merged", "adapter")] == [[], []] # an upload takes all of it
     np.testing.assert_allclose(AnchorEmbedder.from_pretrained(str(tmp_path/"adapter")).encode(SHORT),

@@ -1,5 +1,7 @@
 """Merging on many small cases, on layouts of others, and on the stages of a run."""
+import fnmatch
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -12,12 +14,21 @@ from safetensors.torch import load_file, save_file
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.models.embedder import AnchorEmbedder
-from anchor_nb.release.merging import METHODS, linear, merge_models, slerp, slerp_slowly
+from anchor_nb.release.merging import METHODS, PARALLEL, linear, merge_models, slerp
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.retrieval_sets import read_retrieval, relevant
 from common import recipe, run
 
 TEXTS = ["a cat sleeps", "the river floods in spring"]
+
+
+def slerp_slowly(a, b, t):
+    "The arc between two vectors by the formula, number by number."
+    norms = math.sqrt(sum(x*x for x in a))*math.sqrt(sum(x*x for x in b))
+    cosine = sum(x*y for x, y in zip(a, b))/norms if norms else 1
+    if abs(cosine) > PARALLEL: return [(1 - t)*x + t*y for x, y in zip(a, b)]
+    angle = math.acos(cosine)
+    return [(math.sin((1 - t)*angle)*x + math.sin(t*angle)*y)/math.sin(angle) for x, y in zip(a, b)]
 
 
 def vectors(seed, count, size): return torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
@@ -28,8 +39,8 @@ def vectors(seed, count, size): return torch.randn(count, size, generator=torch.
 def test_two_tensors_are_merged_as_the_slow_formula_says(seed, size, t, scale):
     a, b = vectors(seed, 2, size).double().float()
     b = b*scale
-    np.testing.assert_allclose(slerp([a, b], [1 - t, t]).numpy(), slerp_slowly(a.double().tolist(), b.double().tolist(),
-                                                                               t), rtol=1e-4,
+    slow = slerp_slowly(a.double().tolist(), b.double().tolist(), t)
+    np.testing.assert_allclose(slerp([a, b], [1 - t, t]).numpy(), slow, rtol=1e-4,
                                atol=1e-4*float(max(a.norm(), b.norm())))
     np.testing.assert_allclose(slerp([a, b], [1 - t, t]).numpy(), slerp([b, a], [t, 1 - t]).numpy(), rtol=1e-4,
                                atol=1e-5*scale + 1e-5)
@@ -70,15 +81,14 @@ def merged(pair, out, *names, **given): return merge_models([str(pair/name) for 
 @settings(deadline=None, max_examples=6)
 @given(data=st.data())
 def test_weights_and_policies_do_what_they_say(data, pair, tmp_path_factory):
-    weight, most, out = data.draw(st.floats(0, 1)), data.draw(st.integers(1000,
-                                                                          10**6)), tmp_path_factory.mktemp("out")/"m"
+    weight, most = data.draw(st.floats(0, 1)), data.draw(st.integers(1000, 10**6))
+    out = tmp_path_factory.mktemp("out")/"m"
     policy = data.draw(st.dictionaries(st.sampled_from(["*embed*", "*.0.*", "*norm*", "*mlp*"]),
                                        st.sampled_from(["first", "second", "linear", [0.1, 0.9]]), max_size=3))
     merged(pair, out, "a", "b", weights=[1 - weight, weight], policy=policy, shard_bytes=most)
     a, b = (load_file(pair/name/"model.safetensors") for name in "ab")
     found = {key: value for file in out.glob("*.safetensors") for key, value in load_file(file).items()}
     assert found.keys() == a.keys()
-    import fnmatch
     for name in a:
         said = next((how for pattern, how in policy.items() if fnmatch.fnmatchcase(name, pattern)), "linear")
         share = {"first": 0, "second": 1, "linear": weight}.get(said, 0.9) if isinstance(said, str) else 0.9
@@ -112,11 +122,12 @@ def grown(pair, folder):
 def test_a_grown_vocabulary_is_refused_or_let_through(pair, tmp_path):
     larger = grown(pair, tmp_path/"larger")
     for models in ([str(pair/"a"), larger], [larger, str(pair/"a")]):
-        with pytest.raises(ValueError, match="token '<extra>' is in one of .* missing=copy"):
+        with pytest.raises(ValueError, match="token '<extra>' is in only one of .* missing=copy"):
             merge_models(models, str(tmp_path/"out"))
         merge_models(models, str(tmp_path/"out"), missing="copy")
-        config, weights = json.loads((tmp_path/"out/config.json").read_text()), load_file(tmp_path/"out/model.safetensors")
-        table, theirs, own = weights["model.embed_tokens.weight"], load_file(Path(larger)/"model.safetensors")["model.embed_tokens.weight"], load_file(pair/"a/model.safetensors")["model.embed_tokens.weight"]
+        config = json.loads((tmp_path/"out/config.json").read_text())
+        embeddings = lambda folder: load_file(Path(folder)/"model.safetensors")["model.embed_tokens.weight"]
+        table, theirs, own = embeddings(tmp_path/"out"), embeddings(larger), embeddings(pair/"a")
         torch.testing.assert_close(table, torch.cat([(own + theirs[:len(own)])/2, theirs[len(own):]]))
         assert config["vocab_size"] == len(table)
         embedder = AnchorEmbedder.from_pretrained(str(tmp_path/"out"))
@@ -185,28 +196,27 @@ def test_embedders_that_make_vectors_in_different_ways_are_refused(pair, tmp_pat
     (tmp_path/"theirs").mkdir()
     shutil.copytree(pair/"b", tmp_path/"theirs", dirs_exist_ok=True)
     (tmp_path/"theirs/modules.json").write_text("[]")
-    with pytest.raises(ValueError, match="of kind anchor_nb and .* of kind sentence-transformers"):
+    with pytest.raises(ValueError, match="kind is .anchor_nb. in .* and .sentence-transformers. in"):
         merge_models([first, str(tmp_path/"theirs")], str(tmp_path/"out"))
     same = saying("same", layout=facts["layout"] | dict(template="chat", max_length=64), bidirectional=False,
-                  prompts={}, recipe=dict(seed=2)) # what is said and what is meant by silence
-    for models in ([first, same], [str(pair/"b"), first]): # the base of an embedder says nothing and goes with it
+                  prompts={}, recipe=dict(seed=2)) # the defaults, spelled out
+    for models in ([first, same], [str(pair/"b"), first]): # the base of an embedder says nothing about its use
         merge_models(models, str(tmp_path/"out"))
-        assert json.loads((tmp_path/"out/anchor_nb.json").read_text()) == dict(layout=facts["layout"],
-                                                                               pooling="eos") and not (tmp_path/"out/facts.json").exists()
+        assert json.loads((tmp_path/"out/anchor_nb.json").read_text()) == dict(layout=facts["layout"], pooling="eos")
+        assert not (tmp_path/"out/facts.json").exists()
     merge_models([same, first], str(tmp_path/"out"))
     assert json.loads((tmp_path/"out/anchor_nb.json").read_text()).keys() == {"layout", "pooling", "bidirectional",
                                                                               "prompts"}
 
 
 @pytest.mark.parametrize("given, message", [
-    (dict(weights=[0.5, -0.5, 1], method="slerp"), r"weights=\[0.5, -0.5, 1\]: slerp needs weights of 0 or more; take "
-                                                   r"method=linear"),
+    (dict(weights=[0.5, -0.5, 1], method="slerp"),
+     r"weights=\[0.5, -0.5, 1\]: slerp needs weights of 0 or more; use method=linear"),
     (dict(weights=[0.5, -0.5, 1], policy={"*norm*": "slerp"}), "slerp needs weights of 0 or more"),
-    (dict(method="slerp", policy={"*norm*": [0.5, -0.5, 1]}), r"policy '\*norm\*': .* slerp needs weights"),
-    (dict(policy={"*norm*": ["a", 1, 0]}), r"policy '\*norm\*' holds 'a', which is no finite number; write numbers"),
-    (dict(weights=[float("inf"), 0, 0]), "weights holds inf"), (dict(policy={"*norms*": "first"}),
-                                                                r"policy '\*norms\*' fits none of the .* "
-                                                                r"tensors.*leave it out"),
+    (dict(method="slerp", policy={"*norm*": [0.5, -0.5, 1]}), r"policy '\*norm\*': slerp needs weights"),
+    (dict(policy={"*norm*": ["a", 1, 0]}), r"policy '\*norm\*' contains 'a', which is not a finite number"),
+    (dict(weights=[float("inf"), 0, 0]), "weights contains inf"),
+    (dict(policy={"*norms*": "first"}), r"policy '\*norms\*' matches none of the .* tensors.*leave it out"),
 ])
 def test_weights_and_policies_that_do_nothing_or_harm_are_refused(pair, tmp_path, given, message):
     with pytest.raises(ValueError, match=message): merged(pair, tmp_path/"out", "a", "b", "a", **given)
@@ -228,7 +238,8 @@ def test_a_folder_of_sentence_transformers_stays_one(pair, tmp_path):
         (tmp_path/name/"modules.json").write_text("[]")
         (tmp_path/name/"optimizer.bin").write_text("state")
     merge_models([str(tmp_path/name) for name in "ab"], str(tmp_path/"out"))
-    assert (tmp_path/"out/2_Dense/model.safetensors").is_file() and (tmp_path/"out/modules.json").is_file() and not (tmp_path/"out/optimizer.bin").exists()
+    assert (tmp_path/"out/2_Dense/model.safetensors").is_file() and (tmp_path/"out/modules.json").is_file()
+    assert not (tmp_path/"out/optimizer.bin").exists()
 
 
 def test_a_failed_merge_leaves_what_was_there(pair, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 import nbformat
 
+import warm
 from anchor_nb.runs.launch import LaunchError, first_failure, launch
 from anchor_nb.experiments.stages import StageError, run_stage
 
@@ -149,7 +150,7 @@ def test_the_same_call_runs_under_torchrun(tmp_path):
 
 def test_two_runs_at_once_do_not_collide(tmp_path):
     code = SCRIPT.replace("processes=7", "processes=2")
-    runs = [subprocess.Popen([sys.executable, "-c", code, HERE, tmp_path/str(i)], stdout=subprocess.PIPE, text=True)
+    runs = [warm.Popen([sys.executable, "-c", code, HERE, tmp_path/str(i)], stdout=warm.PIPE, text=True)
             for i in range(2)]
     assert all("sum 21.0" in run.communicate(timeout=120)[0] for run in runs)
 

@@ -14,7 +14,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from anchor_nb.runs.launch import LaunchError, launch
 from anchor_nb.runs.checkpoints import checkpoints, number_of
-from anchor_nb.core.recipe import Stage1, as_yaml
+from anchor_nb.core.recipe import Stage1
+from anchor_nb.core.settings import as_yaml
 from common import recipe, rows
 from soak import count, gone
 

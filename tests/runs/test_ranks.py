@@ -10,13 +10,12 @@ from safetensors.torch import load_file
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.runs.checkpoints import checkpoints
 from anchor_nb.training.trainer import train
-from common import STAGES, assert_same_trajectory, interrupted, recipe, rows, run, start, stop_after
+from common import STAGES, assert_same_trajectory, interrupted, recipe, reference, rows, run, start, stop_after
 
-HOWS = dict(shared=dict(processes=2, sharding="fsdp2"), shared_in_pieces=dict(processes=2, sharding="fsdp2",
-                                                                              micro_tokens=150),
-            three=dict(processes=3, micro_tokens=150), four=dict(processes=4, micro_tokens=10_000),
-            pieces=dict(micro_tokens=90),
-            recomputed=dict(processes=2, sharding="fsdp2", gradient_checkpointing="always", micro_tokens=10_000))
+SHARED = dict(processes=2, sharding="fsdp2")
+HOWS = dict(shared=SHARED, shared_in_pieces=dict(SHARED, micro_tokens=150), pieces=dict(micro_tokens=90),
+            recomputed=dict(SHARED, gradient_checkpointing="always", micro_tokens=10_000))
+MORE = dict(three=dict(processes=3, micro_tokens=150), four=dict(processes=4, micro_tokens=10_000))
 
 
 def difference(one, other) -> float:
@@ -35,16 +34,16 @@ def move(ways, stage, settings, out):
     run(recipe(stage, out, **settings | ways[-1]))
 
 
+@pytest.mark.parametrize("how", [*HOWS, *[pytest.param(how, marks=pytest.mark.ranks) for how in MORE]])
 @pytest.mark.parametrize("name", STAGES)
-def test_how_a_run_is_computed_does_not_change_it(name, tmp_path):
+def test_how_a_run_is_computed_does_not_change_it(name, how, tmp_path):
     "Ten steps of nine examples in double precision: shares, pieces, and numbers of processes that do not divide the batch."
     stage, settings = STAGES[name]
     settings = dict(settings, precision="fp64", global_batch=9)
-    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
-    for how, extra in HOWS.items():
-        run(recipe(stage, tmp_path/how, **settings | extra))
-        assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/how), 1e-6)
-        assert difference(tmp_path/"one", tmp_path/how) < 1e-6, how
+    one = reference(stage, micro_tokens=10_000, **settings)
+    run(recipe(stage, tmp_path/how, **settings | {**HOWS, **MORE}[how]))
+    assert_same_trajectory(rows(one), rows(tmp_path/how), 1e-6)
+    assert difference(one, tmp_path/how) < 1e-6
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook
 
+import warm
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.runs import identity
 from anchor_nb.experiments import stages as stage_runs
@@ -320,9 +321,9 @@ def test_two_runs_do_not_share_a_folder_and_sigterm_reaches_the_kernel(tmp_path)
     path = prepare_like(tmp_path/"nb", "import time, signal\ndef stop(*_): raise RuntimeError('checkpoint "
                                        f"written')\nsignal.signal(signal.SIGTERM, stop)\nopen('{tmp_path}/ready', "
                                        "'w').close()\ntime.sleep(100)")
-    first = subprocess.Popen([sys.executable, "-c", STAGE, path, out], stdout=subprocess.PIPE, text=True)
+    first = warm.Popen([sys.executable, "-c", STAGE, path, out], stdout=warm.PIPE, text=True)
     wait_for(tmp_path/"ready")
-    second = subprocess.run([sys.executable, "-c", STAGE, path, out], capture_output=True, text=True)
+    second = warm.run([sys.executable, "-c", STAGE, path, out], capture_output=True, text=True)
     assert second.returncode == 1 and "another process is running prepare in" in second.stdout
     first.terminate()
     said, _ = first.communicate(timeout=60)

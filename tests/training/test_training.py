@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.training.trainer import checkpoints
-from common import (STAGES, assert_same_trajectory, check_pinned, interrupted, recipe, rows, run, start,
+from common import (STAGES, assert_same_trajectory, check_pinned, interrupted, recipe, reference, rows, run, start,
                     stop_after)
 
 
@@ -21,10 +21,10 @@ def test_two_processes_are_one(name, tmp_path):
     "Ten steps in double precision: packed micro-batches, LoRA, cached gradients, negatives from the other rank."
     stage, settings = STAGES[name]
     settings = dict(settings, precision="fp64")
-    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
+    whole = reference(stage, micro_tokens=10_000, **settings)
     run(recipe(stage, tmp_path/"two", micro_tokens=150, processes=2, **settings))
-    assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"two"), 1e-6)
-    one, two = [load_file(tmp_path/which/"model"/"model.safetensors") for which in ("one", "two")]
+    assert_same_trajectory(rows(whole), rows(tmp_path/"two"), 1e-6)
+    one, two = [load_file(out/"model"/"model.safetensors") for out in (whole, tmp_path/"two")]
     assert max((one[k] - two[k]).abs().max().item() for k in one) < 1e-6
 
 
@@ -164,12 +164,28 @@ def test_a_tiny_model_stays_with_fp32_and_nothing_is_tried(tmp_path, monkeypatch
     assert "precision: fp32, since the model is too small" in capsys.readouterr().out
 
 
-def assert_changes(stage, usual, switch, tmp_path):
-    "The runs with and without a switch differ."
+@pytest.fixture(scope="module")
+def usual_losses(tmp_path_factory):
+    "The losses of a recipe without a switch, trained once for all its switches."
+    known = {}
+    def losses(stage, **settings):
+        key = json.dumps([stage.__name__, settings], sort_keys=True)
+        if key not in known: known[key] = losses_of(stage, tmp_path_factory.mktemp("usual")/"run", **settings)
+        return known[key]
+    return losses
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("instructions")/"instructions.yaml"
+    path.write_text("toy: Find the text\n")
+    return str(path)
+
+
+def losses_of(stage, out, **settings) -> list:
     from anchor_nb.training.trainer import train
-    train(recipe(stage, tmp_path/"usual", **usual))
-    train(recipe(stage, tmp_path/"switched", **usual | switch))
-    assert [row["loss"] for row in rows(tmp_path/"usual")] != [row["loss"] for row in rows(tmp_path/"switched")]
+    train(recipe(stage, out, **settings))
+    return [row["loss"] for row in rows(out)]
 
 
 SEQUENCE = dict(decode_from="sequence")
@@ -184,17 +200,17 @@ SWITCHES1 = [({}, dict(truncation="cut_eos")), ({}, dict(target_eos=False)), ({}
 
 
 @pytest.mark.parametrize("usual, switch", SWITCHES1, ids=[str(switch) for _, switch in SWITCHES1])
-def test_every_switch_of_stage1_changes_the_run(usual, switch, tmp_path):
+def test_every_switch_of_stage1_changes_the_run(usual, switch, tmp_path, usual_losses, instructions):
     "A switch that leaves the trajectory alone is not wired."
-    (tmp_path/"instructions.yaml").write_text("toy: Find the text\n")
-    assert_changes(Stage1, dict(steps=5, max_length=24, instructions=str(tmp_path/"instructions.yaml")) | usual, switch,
-                   tmp_path)
+    settings = dict(steps=5, max_length=24, instructions=instructions) | usual
+    assert losses_of(Stage1, tmp_path/"run", **settings | switch) != usual_losses(Stage1, **settings)
 
 
 @pytest.mark.parametrize("switch", [dict(temperature=0.02), dict(mask_false_negatives=False), dict(lora_dropout=0.05),
                                     dict(lora_rank=4), dict(lora_alpha=8), dict(negatives=0)], ids=str)
-def test_every_switch_of_stage2_changes_the_run(switch, tmp_path):
-    assert_changes(Stage2, dict(steps=4, global_batch=64, negatives=2, micro_tokens=10_000), switch, tmp_path)
+def test_every_switch_of_stage2_changes_the_run(switch, tmp_path, usual_losses):
+    settings = dict(steps=4, global_batch=64, negatives=2, micro_tokens=10_000)
+    assert losses_of(Stage2, tmp_path/"run", **settings | switch) != usual_losses(Stage2, **settings)
 
 
 def test_stage1_learns(tmp_path):

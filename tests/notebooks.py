@@ -1,0 +1,69 @@
+"""Run notebooks and their assertions, as `nbdev-test` does, each in a fresh fork of one warm process.
+
+    python tests/notebooks.py [NOTEBOOK or FOLDER ...]      default: all of nbs/
+
+Every notebook of a module runs, and every other one in a folder without `.notest`. As many run at once as there are
+cores, the longest first. Failures are shown with their trace, then the slowest ten; the exit status is 1 if any failed.
+"""
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import warm
+
+ROOT = Path(__file__).resolve().parent.parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+RUN = """
+import os, sys
+sys.path[0] = os.path.dirname(sys.executable) # as for nbdev-test: neither its folder nor this one
+from nbdev.config import get_config
+from nbdev.test import test_nb
+config = get_config(sys.argv[1])
+flags = config.tst_flags.split() if isinstance(config.tst_flags, str) else config.tst_flags
+passed, _ = test_nb(sys.argv[1], skip_flags=flags, basepath=config.config_path, cell_timeout=config.cell_timeout or None)
+sys.exit(not passed)
+"""
+
+
+def chosen(paths) -> list:
+    "The notebooks to run."
+    found = [book for path in paths for book in ([path] if path.is_file() else sorted(path.rglob("*.ipynb")))]
+    return [book for book in found if not any(part.startswith((".", "_")) for part in book.relative_to(ROOT).parts)
+            and (re.match(r"\d+_", book.name) or not (book.parent/".notest").exists())]
+
+
+def weight(book: Path) -> int:
+    "How long a notebook is likely to run: those that start runs and processes come first."
+    return len(re.findall(r"run_stage|run_sweep|launch\(|execute\(|\btrain\(|subprocess|!anchor-nb|pipeline",
+                          book.read_text(encoding="utf-8")))
+
+
+def run(book: Path) -> tuple:
+    "The notebook, whether it passed, its seconds, and what it said."
+    began = time.monotonic()
+    done = warm.run([sys.executable, "-c", RUN, str(book)], cwd=ROOT/"nbs", stdin=warm.DEVNULL, stdout=warm.PIPE,
+                    stderr=warm.STDOUT, text=True)
+    seconds = time.monotonic() - began
+    print(f"{'ok    ' if done.returncode == 0 else 'FAILED'} {seconds:6.1f} s  {book.relative_to(ROOT)}", flush=True)
+    return book.relative_to(ROOT), done.returncode == 0, seconds, done.stdout
+
+
+def main(paths) -> int:
+    books = sorted(chosen([Path(path).resolve() for path in paths] or [ROOT/"nbs"]), key=weight, reverse=True)
+    began = time.monotonic()
+    with ThreadPoolExecutor(CORES) as pool: results = list(pool.map(run, books))
+    failed = [result for result in results if not result[1]]
+    for book, _, _, said in failed: print(f"\n==== {book} ====\n{said.rstrip()}")
+    print("\nthe slowest:")
+    for book, _, seconds, _ in sorted(results, key=lambda result: -result[2])[:10]: print(f"{seconds:6.1f} s  {book}")
+    print(f"{len(books) - len(failed)} of {len(books)} notebooks passed in {time.monotonic() - began:.0f} s, "
+          f"{CORES} at once")
+    return bool(failed) or not books
+
+
+if __name__ == "__main__":
+    warm.LIBRARIES += ("nbdev.test", "execnb.shell")
+    sys.exit(main(sys.argv[1:]))
