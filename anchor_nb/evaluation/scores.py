@@ -63,7 +63,7 @@ def can_do(candidate: Candidate, task) -> bool:
     return candidate.library != "bm25" or "Retrieval" in task.metadata.type or "Reranking" in task.metadata.type
 
 def lacking(candidates: list, known: set, keys: dict, settings, instructions_id: str, can=lambda *_: True) -> list:
-    "Jobs for the tasks whose score is not `known`; keys: (name, data) of a score -> task; can: whether it can be scored."
+    "Jobs for tasks whose score is not `known`; keys: (name, data) of a score -> task; can: whether it can be scored."
     jobs = []
     for candidate in candidates:
         model = model_of(candidate, settings, instructions_id)

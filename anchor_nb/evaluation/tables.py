@@ -66,10 +66,8 @@ def comparable(rows) -> list: # of rows, one for each label, step, task and trai
 # %% ../../nbs/evaluation/06_tables.ipynb #8d7330c6
 def by_seed(rows) -> dict: # comparable rows of one label and step -> task -> {training seed: score}
     "The scores of a system, of the model that was measured last for each training seed."
-    last, scores = {row["training_seed"]: row["model"] for row in rows}, {}
-    for row in rows:
-        if row["model"] == last[row["training_seed"]]:
-            scores.setdefault(row["task"], {})[row["training_seed"]] = row["value"]
+    scores = {}
+    for row in one_model(rows): scores.setdefault(row["task"], {})[row["training_seed"]] = row["value"]
     return scores
 
 def mean_by_seed(scores: dict, # from `by_seed`
@@ -79,6 +77,11 @@ def mean_by_seed(scores: dict, # from `by_seed`
     return {seed: fmean(scores[task][seed] for task in tasks) for seed in sorted(seeds, key=str)}
 
 # %% ../../nbs/evaluation/06_tables.ipynb #5feeb864
+def one_model(rows) -> list: # comparable rows of one label and step
+    "The rows of the model that was measured last, for each training seed."
+    last = {row["training_seed"]: row["model"] for row in rows}
+    return [row for row in rows if row["model"] == last[row["training_seed"]]]
+
 def task_means(rows, tasks) -> list: # one number for each training seed that has all the tasks
     "The plain mean over tasks, for each training seed."
     return list(mean_by_seed(by_seed([row for row in rows if row["task"] in tasks]), tasks).values())
@@ -130,6 +133,7 @@ def results_table(rows,          # of the ledger
     groups = {kind: [task for task in tasks if type_of.get(task) == kind] for kind in dict.fromkeys(type_of.values())}
     lines = {}
     for label, last in last_steps(rows).items():
+        last = one_model(last)
         means = task_means(last, tasks)
         low, high = _range(means)
         lines[label] = dict(step=last[0]["step"], mean=_percent(means), low=low, high=high,

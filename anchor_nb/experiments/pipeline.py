@@ -20,9 +20,7 @@ from ..runs.provenance import peak_memory
 from ..runs.ledger import write_json
 
 # %% ../../nbs/experiments/07_pipeline.ipynb #b954ee8d
-def full_preset(name: str,  # a preset
-                stage: str, # a key of `RECIPES`
-               ) -> dict:   # every parameter of the stage -> value
+def full_preset(name: str, stage: str) -> dict: # a preset, a key of `RECIPES` -> every parameter of the stage -> value
     "All parameters of a stage under a preset: the preset's, else the recipe's defaults."
     values = preset(name, stage)
     return {f.name: coerce(f.name, values.get(f.name, default(f)), f.type) for f in fields(RECIPES[stage])}
@@ -39,27 +37,25 @@ STEPS = dict(prepare="prepare", stage1="stage1", anchor="stage2", baseline="stag
              report="report")
 
 # %% ../../nbs/experiments/07_pipeline.ipynb #d616edda
-def split_overrides(overrides: dict, # "step.parameter" or "stage.parameter" -> value
-                   ) -> dict:        # step -> {parameter: value}; what names a step beats what names its stage
-    "Overrides by step; ValueError for an address that names neither a step nor a stage."
-    found = {name: {} for name in STEPS}
+def split_overrides(overrides: dict) -> dict: # "step.parameter" or "stage.parameter" -> value
+    "The overrides of each step, where its name beats that of its stage; ValueError for an address with neither."
+    steps = {name: {} for name in STEPS}
+    known = dict.fromkeys([*STEPS, *STEPS.values()])
     for by_step in (False, True):
         for address, value in overrides.items():
             where, _, parameter = address.partition(".")
-            if not parameter or where not in {*STEPS, *STEPS.values()}:
-                raise ValueError(f"{address!r}: write STEP.PARAMETER=VALUE with one of "
-                                 f"{', '.join(dict.fromkeys([*STEPS, *STEPS.values()]))}")
+            if not parameter or where not in known:
+                raise ValueError(f"{address!r}: write STEP.PARAMETER=VALUE with one of {', '.join(known)}")
             for name, stage in STEPS.items():
-                if where == (name if by_step else stage): found[name][parameter] = value
-    return found
+                if where == (name if by_step else stage): steps[name][parameter] = value
+    return steps
 
 # %% ../../nbs/experiments/07_pipeline.ipynb #11cd8f57
-def wiring(out: Path,     # folder of the pipeline
-           model: str,    # the base model
-           corpora: list, # names of the corpora that are built; none: the training data is the preset's
-           benchmark: str, # what is evaluated; empty: the evaluation sets of the corpora
-          ) -> dict:      # step -> {parameter: value}
-    "The paths that tie the steps together."
+def wiring(out: Path, model: str, corpora: list, benchmark: str) -> dict: # step -> {parameter: value}
+    """The paths that tie the steps together.
+
+    Without corpora the training data is the preset's; without a benchmark the corpora's evaluation sets are scored.
+    """
     path = lambda name: f"{out}/{name}"
     pairs = dict(data=path("data/pairs")) if corpora else {}
     return dict(
@@ -75,28 +71,24 @@ def wiring(out: Path,     # folder of the pipeline
 # %% ../../nbs/experiments/07_pipeline.ipynb #58427252
 def plan(name: str,             # a preset
          out: Path,             # folder of the pipeline
-         overrides: dict = None, # "step.parameter" -> value, beats preset and wiring
+         overrides: dict = {},  # "step.parameter" -> value, beats preset and wiring
         ) -> list:              # of `Step`
     "The steps of the pipeline in order, with all their parameters."
     given = split_overrides(overrides or {})
-    values = {step: {**full_preset(name, stage), **given[step]} for step, stage in STEPS.items()}
+    values = {step: full_preset(name, stage) | given[step] for step, stage in STEPS.items()}
     corpora = coerce("corpora", values["prepare"]["corpora"], list)
     paths = wiring(Path(out), values["stage1"]["model"], corpora, values["evaluate"]["benchmark"])
     clean = lambda value: value.rstrip("/") if isinstance(value, str) else value
-    return [Step(step, stage, {**values[step], **{k: clean(v) for k, v in paths[step].items()}, **given[step]})
+    return [Step(step, stage, values[step] | {k: clean(v) for k, v in paths[step].items()} | given[step])
             for step, stage in STEPS.items()]
 
 # %% ../../nbs/experiments/07_pipeline.ipynb #a14e1383
-def run_step(step: Step, out: Path, log: bool, run) -> Path:
-    "Run one step; its executed notebook goes to the pipeline's folder `notebooks`."
-    return run(step.stage, step.parameters, output=Path(out)/"notebooks"/f"{step.name}.ipynb", log=log)
-
 def minutes(seconds: float) -> str: return f"{int(seconds)//60} min {int(seconds) % 60:02d} s"
 
 # %% ../../nbs/experiments/07_pipeline.ipynb #91c5376b
 def run_pipeline(name: str,              # a preset
                  out: Path,              # folder of the pipeline
-                 overrides: dict = None, # "step.parameter" -> value
+                 overrides: dict = {},   # "step.parameter" -> value
                  log: bool = True,       # show what the notebooks print
                  run=run_stage,          # how a stage is run
                 ) -> Path:               # the report as HTML
@@ -106,7 +98,7 @@ def run_pipeline(name: str,              # a preset
     for number, step in enumerate(steps, 1):
         print(f"\n== {number}/{len(steps)} {step.name}", flush=True)
         begin = time.monotonic()
-        notebook = run_step(step, out, log, run)
+        notebook = run(step.stage, step.parameters, output=Path(out)/"notebooks"/f"{step.name}.ipynb", log=log)
         took[step.name] = round(time.monotonic() - begin, 1)
         print(f"== {step.name}: {minutes(took[step.name])}", flush=True)
         write_json(Path(out)/"pipeline.json", dict(preset=name, started=started, seconds=took,

@@ -21,12 +21,8 @@ from ..runs.ledger import read_json, write_json
 from .torchrun import TRAINING, train_stage
 
 # %% ../../nbs/experiments/02_slurm.ipynb #a7a2a308
-def write_job(folder: Path,     # where jobs are kept
-              name: str,        # of the job
-              stage: str,       # which stage
-              parameters: dict, # what differs from the notebook's own values
-             ) -> Path:         # the file
-    "Write down a job; ValueError when its parameters are wrong, or hold a secret."
+def write_job(folder: Path, name: str, stage: str, parameters: dict) -> Path: # the file
+    "Write down a job in the folder of jobs; ValueError when its parameters are wrong, or hold a secret."
     values = checked(stage_notebook(stage), parameters)
     if leaking := [key for key, value in values.items() if without_secrets({key: value}) != {key: value}]:
         raise ValueError(f"{leaking[0]} holds a token or password; put that into an environment variable, such as "
@@ -36,24 +32,21 @@ def write_job(folder: Path,     # where jobs are kept
     return job
 
 # %% ../../nbs/experiments/02_slurm.ipynb #735f7fb7
-def outcome_of(job: Path, # a job's file
-              ) -> dict:  # code: 0, 1 failed, 143 stopped; reason; empty: nothing is known
+def outcome_of(job: Path) -> dict: # code: 0, 1 failed, 143 stopped; reason; empty: nothing is known
     "How a job's last process ended."
     path = Path(job).with_suffix(".outcome.json")
     return read_json(path) if path.exists() else {}
 
 # %% ../../nbs/experiments/02_slurm.ipynb #21ab71f1
-def run_job(job: str,        # a job's file
-            parent: int = 0, # process id of who started this; 0: nobody in particular
-           ):
+def run_job(job: str, parent: int = 0): # a job's file; process id of who started this, 0: nobody
     "Run a job's stage in this process, note how it ended, and exit."
     if parent: die_with(parent)
-    said, outcome = read_json(job), Path(job).with_suffix(".outcome.json")
+    spec, outcome = read_json(job), Path(job).with_suffix(".outcome.json")
     code, reason, leads = 0, "", not int(os.environ.get("NODE_RANK", 0))
     if leads: outcome.unlink(missing_ok=True)
     try:
-        if leads: run_stage(said["stage"], said["parameters"])
-        elif said["stage"] in TRAINING: train_stage(said["stage"], said["parameters"]) # the first node has the notebook
+        if leads: run_stage(spec["stage"], spec["parameters"])
+        elif spec["stage"] in TRAINING: train_stage(spec["stage"], spec["parameters"]) # the first node has the notebook
     except (ValueError, OSError, RuntimeError) as error:
         code, reason = 143 if getattr(error, "stopped", False) else 1, hide(str(error), secret_values())
     if reason: print(reason, file=sys.stderr, flush=True)
@@ -61,27 +54,22 @@ def run_job(job: str,        # a job's file
     sys.exit(code)
 
 # %% ../../nbs/experiments/02_slurm.ipynb #2d625f32
-def start_job(job: Path, # a job's file
-              **how,     # for `subprocess.Popen`: stdout, stderr
-             ) -> subprocess.Popen:
+def start_job(job: Path, **how) -> subprocess.Popen: # how: for `subprocess.Popen`, such as stdout
     "Start the process of a job."
     code = ("import signal, sys; signal.signal(signal.SIGUSR2, signal.SIG_IGN); from anchor_nb.experiments.slurm "
             "import run_job; run_job(sys.argv[1], int(sys.argv[2]))")
     return subprocess.Popen([sys.executable, "-c", code, str(job), str(os.getpid())], start_new_session=True, **how)
 
 def ask_to_stop(process: subprocess.Popen | None):
-    "Ask a job's process, once, to write a checkpoint and to stop."
+    "Ask a job's process, once, to write a checkpoint and stop."
     if process and process.poll() is None and not getattr(process, "asked", False):
         process.asked = process.terminate() or True
 
-def stop_job(process: subprocess.Popen,
-             seconds: float = 600, # for the running step and its checkpoint
-            ):
-    "Have a job's process stop, and wait for it; one that does not is killed."
+def stop_job(process: subprocess.Popen, seconds: float = 600): # for the running step and its checkpoint
+    "Have a job's process stop, and wait for it; kill it when the time is up."
     ask_to_stop(process)
-    deadline = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < deadline: time.sleep(0.1)
-    if process.poll() is None: process.kill()
+    try: process.wait(seconds)
+    except subprocess.TimeoutExpired: process.kill()
 
 # %% ../../nbs/experiments/02_slurm.ipynb #8e73bfd6
 def node_variables() -> dict: # for `environment`; empty on one node
@@ -102,74 +90,71 @@ class StageJob:
         signal.signal(signal.SIGTERM, lambda *_: ask_to_stop(self.process))
         with environment(**node_variables()): self.process = start_job(self.job)
         while self.process.poll() is None: time.sleep(0.2)
-        # somebody stopped it: what comes now is the requeueing, or the end
-        if self.process.returncode == 143: time.sleep(300)
-        if self.process.returncode:
-            raise RuntimeError(outcome_of(self.job).get("reason") or "the job's process ended with exit code "
-                                                                     f"{self.process.returncode}")
+        if (code := self.process.returncode) == 143: time.sleep(300) # stopped: requeued or ended meanwhile
+        if code:
+            raise RuntimeError(outcome_of(self.job).get("reason") or f"the job's process ended with exit code {code}")
         return read_json(self.job)["parameters"].get("out", "")
 
     def checkpoint(self): # -> what submitit requeues
-        "Stop, to go on later."
+        "Stop, to be resumed later."
         from submitit.helpers import DelayedSubmission
         if self.process: stop_job(self.process)
         return DelayedSubmission(StageJob(self.job))
 
 # %% ../../nbs/experiments/02_slurm.ipynb #97d56cd6
-def slurm_options(pairs: dict, # name -> text or value, as a shell or YAML gives it
-                 ) -> dict:    # name -> value
+def slurm_options(pairs: dict) -> dict: # name -> text or value, as a shell or YAML gives it
     "Options of `sbatch` with numbers as numbers; ValueError when the time is not in minutes."
     words = dict(true=True, false=False)
     value = lambda text: int(text) if str(text).isdigit() else words.get(str(text).lower(), text)
-    found = {name.strip().lstrip("-").replace("-", "_"): value(text) for name, text in pairs.items()}
-    if not isinstance(found.get("time", 1), int):
-        raise ValueError(f"time={found['time']}: give the minutes as a number, such as time=240")
-    return found
+    options = {name.strip().lstrip("-").replace("-", "_"): value(text) for name, text in pairs.items()}
+    if not isinstance(options.get("time", 1), int):
+        raise ValueError(f"time={options['time']}: give the minutes as a number, such as time=240")
+    return options
 
 # %% ../../nbs/experiments/02_slurm.ipynb #c9fb448c
 def with_defaults(options: dict) -> dict:
-    "An hour, unless said otherwise; and of that time a quarter, at most ten minutes, for the last step and its checkpoint."
+    "An hour by default; a quarter of the time, at most ten minutes, is for the last step and its checkpoint."
     return dict(time=60, signal_delay_s=min(600, 15*options.get("time", 60))) | options
 
-def batch_file(options: dict, # from `slurm_options`
-               folder: Path,  # of logs
-              ) -> str:
+def batch_file(options: dict, folder: Path) -> str: # options: from `slurm_options`; folder: of logs
     "The file that `sbatch` would get; ValueError lists the options there are."
     try: from submitit.slurm.slurm import _make_sbatch_string as text_of
     except ImportError:
         raise RuntimeError("submitit is not installed; pip install anchor_nb[slurm]") from None
-    try:
-        return text_of(command=f"{sys.executable} -u -m submitit.core._submit {Path(folder).resolve()}",
-                       folder=Path(folder), **with_defaults(options))
+    command = f"{sys.executable} -u -m submitit.core._submit {Path(folder).resolve()}"
+    try: return text_of(command=command, folder=Path(folder), **with_defaults(options))
     except TypeError as error:
         raise ValueError(f"Slurm: {str(error).partition(' ')[2]}; anchor_nb passes on the options of submitit, others "
                          "go as additional_parameters") from None
 
 # %% ../../nbs/experiments/02_slurm.ipynb #9a38f39e
 def executor(folder: Path, options: dict, cluster: str):
-    "submitit's way to a cluster; RuntimeError where there is none."
+    "submitit's executor for a cluster; RuntimeError where there is none."
     batch_file(options, folder)
     import submitit
-    if cluster == "local": made = submitit.LocalExecutor(folder)
-    elif not shutil.which("sbatch"):
+    options = with_defaults(options)
+    if cluster == "local":
+        made = submitit.LocalExecutor(folder)
+        options = dict(timeout_min=options["time"], signal_delay_s=options["signal_delay_s"])
+    elif shutil.which("sbatch"): made = submitit.SlurmExecutor(folder, max_num_timeout=1000)
+    else:
         raise RuntimeError("there is no sbatch here; submit from a machine of the cluster, or see the job with "
                            "--dry-run")
-    else: made = submitit.SlurmExecutor(folder, max_num_timeout=1000)
-    said = with_defaults(options)
-    made.update_parameters(**dict(timeout_min=said["time"], signal_delay_s=said["signal_delay_s"]) if cluster == "local"
-                           else said)
+    made.update_parameters(**options)
     return made
 
 # %% ../../nbs/experiments/02_slurm.ipynb #467702bf
 def submit_stage(stage: str,          # a stage
                  parameters: dict,    # what differs from the notebook's own values
-                 # options of `sbatch`: partition, time in minutes (ours: 60), nodes, gpus_per_node, ...
-                 slurm: dict = None,
-                 cluster: str = "slurm", # or local: processes of this machine, for trying
-                 dry_run: bool = False, # only say what would be submitted
+                 slurm: dict = {},    # options of `sbatch`: partition, time in minutes (default 60), nodes, ...
+                 cluster: str = "slurm", # or local: processes of this machine, to try it out
+                 dry_run: bool = False, # only return what would be submitted
                 ):                    # -> submitit.Job, or the text of the job
-    "Queue a stage; it is requeued when its time is up, until it is done. ValueError before anything is queued, RuntimeError without a cluster."
-    options = dict(job_name=f"anchor-nb-{stage}") | slurm_options(slurm or {})
+    """Queue a stage, to be requeued until it is done.
+
+    ValueError before anything is queued, RuntimeError without a cluster.
+    """
+    options = dict(job_name=f"anchor-nb-{stage}") | slurm_options(slurm)
     values, out = placed(stage_notebook(stage), checked(stage_notebook(stage), parameters))
     folder = out/"jobs"
     if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"

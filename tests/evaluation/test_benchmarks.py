@@ -69,9 +69,8 @@ def sprint(root):
           [{"sent1": sent1, "sent2": sent2, "labels": labels}])
 
 
-LAYOUTS = {"SciFact": (scifact, "ndcg_at_10"), "STS17": (sts17, "cosine_spearman"), "Banking77Classification": (banking,
-                                                                                                                "accuracy"),
-           "SprintDuplicateQuestions": (sprint, "max_ap")}
+LAYOUTS = {"SciFact": (scifact, "ndcg_at_10"), "STS17": (sts17, "cosine_spearman"),
+           "Banking77Classification": (banking, "accuracy"), "SprintDuplicateQuestions": (sprint, "max_ap")}
 
 
 def toy_encoder():
@@ -122,8 +121,8 @@ def test_copies_reach_the_leaves_of_a_mean(tmp_path):
     [task] = find_tasks(tasks=["CQADupstackRetrieval"], data_root=tmp_path)
     paths = [leaf.metadata.dataset["path"] for leaf in leaves(task)]
     assert [path.startswith(str(tmp_path)) for path in paths] == [True] + [False] * 11
-    assert ((((((([part.metadata.name
-                   for part in task.tasks] == names(task.metadata.tasks) == names(leaves(find_task("CQADupstackRetrieval"))))))))))
+    plain = names(leaves(find_task("CQADupstackRetrieval")))
+    assert [part.metadata.name for part in task.tasks] == names(task.metadata.tasks) == plain
     assert not any("local" in leaf.metadata.dataset["revision"] for leaf in leaves(find_task("CQADupstackRetrieval")))
     assert evaluate(leaves(task)[0]).get_score() == pytest.approx(1)
     with pytest.raises(ValueError, match="11 of 12 data sets"): check_data([task], tmp_path)

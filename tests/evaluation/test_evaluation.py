@@ -84,7 +84,8 @@ def test_a_task_that_keeps_its_data_the_old_way(tmp_path):
             if self.data_loaded: return
             self.corpus = {"test": {"d1": {"text": "moon tide", "title": ""}, "d2": {"text": "bread flour",
                                                                                      "title": ""}}}
-            self.queries, self.relevant_docs, self.data_loaded = {"test": {"q1": "moon"}}, {"test": {"q1": {"d1": 1}}}, True
+            self.queries, self.relevant_docs = {"test": {"q1": "moon"}}, {"test": {"q1": {"d1": 1}}}
+            self.data_loaded = True
     for _ in range(2):
         found = evaluate_task(crude(), Old(), tmp_path)
         assert (found.queries, found.documents, found.score) == (1, 2, pytest.approx(1, abs=1e-4))

@@ -1,4 +1,4 @@
-"The local suite: the same everywhere, balanced, free of training texts, and real tasks of mteb. The real corpora are marked `registry`."
+"The local suite: the same everywhere, balanced, free of training texts, and real tasks of mteb."
 import json
 import os
 import subprocess
@@ -132,7 +132,7 @@ def test_a_rebuild_is_the_same(name, tmp_path):
 
 def test_the_order_of_sets_plays_no_part(tmp_path):
     "Python orders the members of a set by a hash that is drawn at its start."
-    code = ("from anchor_nb.evaluation.local_suite import *; [build_local(name, "
+    code = ("from anchor_nb.evaluation.local_suite import build_local; [build_local(name, "
             f"__import__('pathlib').Path(__import__('sys').argv[1])) for name in {SUITES['local-quick']}]")
     for seed in "12":
         subprocess.run([sys.executable, "-c", code, tmp_path/seed], env=os.environ | {"PYTHONHASHSEED": seed},

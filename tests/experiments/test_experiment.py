@@ -40,7 +40,8 @@ def sweep(tmp_path_factory):
         values = {f"q{k}": float(value) for k, value in enumerate(noisy)}
         row = dict(label=label, training_seed=seed, step=21, task=task, type="Retrieval", metric="ndcg_at_10",
                    main=True, value=fmean(values.values()), data="d", model=f"{label}{seed}", seed=0, queries=100,
-                   documents=300, manifest=f"{root}/stage2-1/run.json", max_length=40, instructions="none", benchmark="")
+                   documents=300, manifest=f"{root}/stage2-1/run.json", max_length=40,
+                   instructions="none", benchmark="")
         append_rows(root/"ledger.jsonl", [row])
         save_evaluation(Evaluation(task, "Retrieval", "ndcg_at_10", dict(ndcg_at_10=row["value"]), "d", 100, 300, 1.0,
                                    dict(statistic="mean", values=values)), root/"per_query"/evaluation_file(row))

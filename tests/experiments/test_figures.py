@@ -20,8 +20,9 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone():
 def test_papers_numbers_are_consistent():
     "Tables that repeat a number agree on it."
     paper = figures.paper()
-    assert (((((((((((((((((((((((((((((((((((((paper["table5_steps_llama-3.2-1b_subset15"]["stage II only, 1000 "
-                                                                                            "steps"] == paper["table10_stages_subset15"]["llama-3.2-1b"]["stage2_only"])))))))))))))))))))))))))))))))))))))
-    assert (((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((paper["table3_objectives_llama-3.2-1b_mteb56"]["baseline"] == paper["table1_mteb56"]["llama-3.2-1b"]["baseline"])))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
+    steps, stages = paper["table5_steps_llama-3.2-1b_subset15"], paper["table10_stages_subset15"]["llama-3.2-1b"]
+    assert steps["stage II only, 1000 steps"] == stages["stage2_only"]
+    objectives, mteb56 = paper["table3_objectives_llama-3.2-1b_mteb56"], paper["table1_mteb56"]["llama-3.2-1b"]
+    assert objectives["baseline"] == mteb56["baseline"]
     for model in figures.PAPER_MODELS:
         assert all(len(values) == 5 for values in paper["table9_early_stage2_subset15"][model].values())

@@ -1,4 +1,4 @@
-"""Jobs: files that say what to do and how it ended, requeueing through submitit's local executor, several nodes. A real Slurm is in tests/slurm."""
+"Jobs: what to do and how it ended, requeueing by submitit's local executor, several nodes; see also tests/slurm."
 import os
 import signal
 import subprocess

@@ -66,8 +66,8 @@ def test_an_unknown_name_lists_the_known():
 def test_the_sweeps_of_the_paper_are_valid(name, tmp_path):
     nodes, arms = sweeps.plan_sweep(sweeps.read_sweep(name), tmp_path)
     assert arms and all(need in nodes for node in nodes.values() for need in node.needs)
-    assert all(len({arm.seed for arm, _ in arms if arm.label == label}) == count for label, count in Counter(arm.label
-                                                                                                             for arm, _ in arms).items())
+    seeds = Counter(arm.label for arm, _ in arms)
+    assert all(len({arm.seed for arm, _ in arms if arm.label == label}) == count for label, count in seeds.items())
 
 
 # ---- the graph ----
@@ -112,8 +112,8 @@ def test_inputs_from_outside_count_with_their_content(tmp_path):
 
 def test_the_root_can_be_moved(tmp_path):
     sweep = dict(preset="smoke", base={}, seeds=[1], arms={}, grid=[])
-    assert [list(sweeps.plan_sweep(sweep, tmp_path/place)[0]) for place in "ab"][0] == list(sweeps.plan_sweep(sweep,
-                                                                                                              tmp_path/"b")[0])
+    first, second = (list(sweeps.plan_sweep(sweep, tmp_path/place)[0]) for place in "ab")
+    assert first == second
 
 
 # ---- a real one ----
@@ -142,7 +142,7 @@ def test_a_sweep_that_is_killed_goes_on_and_stage_one_ran_once(tmp_path):
     assert Counter(node.stage for node in nodes.values()) == dict(stage1=1, stage2=4)
     process = start(path, root)
     deadline = time.monotonic() + 200
-    while sum(1 for _ in root.glob("stage2-*/metrics.jsonl")) < 1 and process.poll() is None and time.monotonic() < deadline:
+    while not any(root.glob("stage2-*/metrics.jsonl")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -182,7 +182,7 @@ def test_ctrl_c_has_the_running_stage_write_a_checkpoint(tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=100)
-    assert "Stopped: stopped by SIGINT; what ran was told to write a checkpoint; run the same command to go on" in said
+    assert "Stopped: stopped by SIGINT; what ran was told to write a checkpoint; run the same command to resume" in said
     assert [path.name.startswith("checkpoint-") for path in root.glob("stage1-*/checkpoint-*")], "no checkpoint"
     manifest, = [ledgers.read_json(path) for path in root.glob("stage1-*/run.json")]
     assert manifest["status"] == "stopped"
