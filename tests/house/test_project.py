@@ -1,5 +1,6 @@
 """The project holds together: settings, notebooks, modules and README in step; rules that a reader cannot check."""
 import ast
+import importlib
 import json
 import re
 import shutil
@@ -116,6 +117,28 @@ def test_stage_notebooks_are_thin_clean_and_launch_once(path):
     assert not any(cell.get("outputs") for cell in cells(path)), "outputs belong to the executed notebook"
     assert sum(text.count("launch(") for text in code) <= 1
     assert json.loads(path.read_text())["metadata"]["kernelspec"]["name"] == "python3"
+
+
+UNTRIED = [path for path in sorted((ROOT/"nbs").glob("*/*.ipynb"))
+           if (path.parent/".notest").exists() and not path.name[0].isdigit()]
+
+
+@pytest.mark.parametrize("path", UNTRIED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_a_notebook_that_the_gate_does_not_run_takes_from_the_library_is_there(path):
+    modules, missing = {}, []
+    trees = [ast.parse(re.sub(r"(?m)^\s*[%!].*$", "", text)) for text in code_of(path).values()]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    for node in nodes:
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("anchor_nb"): continue
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            try: modules[alias.asname or alias.name] = importlib.import_module(name)
+            except ModuleNotFoundError:  # no module: a name in one
+                if not hasattr(importlib.import_module(node.module), alias.name): missing.append(name)
+    missing += [f"{node.value.id}.{node.attr}" for node in nodes if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name) and node.value.id in modules
+                and not hasattr(modules[node.value.id], node.attr)]
+    assert not missing
 
 
 @pytest.mark.parametrize("name, stage", [(name, stage) for name, names in preset_files.presets().items()
