@@ -1,5 +1,4 @@
 "How many processes compute a run, and how they share the model, leaves its trajectory alone; copies stay equal."
-import json
 import signal
 from importlib.util import find_spec
 
@@ -13,7 +12,8 @@ from anchor_nb.training.trainer import train
 from common import STAGES, assert_same_trajectory, interrupted, recipe, reference, rows, run, start, stop_after
 
 SHARED = dict(processes=2, sharding="fsdp2")
-HOWS = dict(copies=dict(processes=2, micro_tokens=150), shared=SHARED, shared_in_pieces=dict(SHARED, micro_tokens=150), pieces=dict(micro_tokens=90),
+HOWS = dict(copies=dict(processes=2, micro_tokens=150), pieces=dict(micro_tokens=90), shared=SHARED,
+            shared_in_pieces=dict(SHARED, micro_tokens=150),
             recomputed=dict(SHARED, gradient_checkpointing="always", micro_tokens=10_000))
 MORE = dict(three=dict(processes=3, micro_tokens=150), four=dict(processes=4, micro_tokens=10_000))
 
