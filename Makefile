@@ -1,5 +1,6 @@
 # make demo    run the main job on a small real model and real text, end to end
-# make test    run all tests
+# make test    all that decides whether a change is sound: at most 15 minutes on two cores
+# make test-all   that, and what takes longer: real models and corpora, three and four ranks, soak; Slurm if it runs
 # make soak    kill and resume training at random, KILLS=20 times, and compare with a run left alone
 # make docs    build the docs site into _docs, offline
 # make sync    after editing notebooks: write modules, README.md and pyproject.toml from them
@@ -20,8 +21,10 @@ export OMP_WAIT_POLICY := PASSIVE
 export GOMP_SPINCOUNT := 0
 # A kernel of this environment, not of a user's other one.
 export JUPYTER_PREFER_ENV_PATH := 1
+# As many processes as cores, each with one thread.
+ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help demo test docs soak sync venv
+.PHONY: help demo test test-all docs soak sync venv
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -32,10 +35,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	@echo "== test 1/3: settings, notebooks, modules and README.md are in step"
 	@$(BIN)/python setup.py check
-	@echo "== test 2/3: the library notebooks run, each in a process of its own, and their assertions hold"
-	@find nbs -name '*.ipynb' -not -path '*/.*' | sort | xargs -P 2 -n 1 $(BIN)/nbdev-test --n-workers 0 --do-print
+	@echo "== test 2/3: the notebooks run, each in a process of its own, and their assertions hold"
+	@$(ONE_THREAD) $(BIN)/python tests/notebooks.py
 	@echo "== test 3/3: pytest"
-	@$(BIN)/python -m pytest -q -ra --durations=10 -n 2 --dist loadfile $(PYTEST_ARGS)
+	@$(ONE_THREAD) $(BIN)/python -m pytest -q -ra --durations=10 -n logical --dist worksteal $(PYTEST_ARGS)
+
+# tests/slurm/setup.sh sets ANCHOR_NB_SLURM
+test-all: export ANCHOR_NB_REGISTRY := 1
+test-all: export ANCHOR_NB_RANKS := 1
+test-all: export ANCHOR_NB_SOAK := 1
+test-all: test soak
 
 docs: $(STAMP)
 	@$(BIN)/python nbs/_site/make_site.py

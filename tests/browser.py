@@ -1,8 +1,8 @@
-"""A headless Chromium for tests of pages: `from browser import chromium, open_page`, then take `open_page` as a fixture.
+"""A headless Chromium for tests of pages: `from browser import chromium, open_page`, then take `open_page` as fixture.
 
-`open_page(url)` gives a Playwright page whose `problems` collect what a visitor must not meet: errors in the console, exceptions,
-answers of 400 and above, requests that fail or leave this machine. A test that expects some removes them from the list;
-what is left when the test ends fails it.
+`open_page(url)` gives a Playwright page whose `problems` collect what a visitor must not meet: errors in the console,
+exceptions, answers of 400 and above, requests that fail or leave this machine. A test that expects some removes them
+from the list; what is left when the test ends fails it.
 """
 import functools
 import os

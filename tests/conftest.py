@@ -11,8 +11,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
-LITTER = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__",
-                                ".ipynb_checkpoints", ".pytest_cache", ".hypothesis", "_docs", "_proc*")
+LITTER = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".ipynb_checkpoints",
+                                ".pytest_cache", ".hypothesis", "_docs", "_proc*")
+
+
+def litter(folder, names) -> set:
+    "What a copy of the project leaves out; `runs` is a wing in some folders and holds what was run in all others."
+    wing = Path(folder) in (ROOT/"anchor_nb", ROOT/"nbs", ROOT/"tests")
+    return LITTER(folder, names) | ({"runs"} & set(names) if not wing else set())
 
 
 # What `make test` leaves to `make test-all`, which sets the variables; Slurm's only where there is one.
@@ -40,7 +46,7 @@ def pytest_collection_modifyitems(items):
 def project(tmp_path_factory):
     "A copy of the project's files, outside git, that a test may build in."
     folder = tmp_path_factory.mktemp("project")/"anchor-nb"
-    shutil.copytree(ROOT, folder, ignore=LITTER)
+    shutil.copytree(ROOT, folder, ignore=litter)
     return folder
 
 

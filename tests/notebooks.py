@@ -23,7 +23,8 @@ from nbdev.config import get_config
 from nbdev.test import test_nb
 config = get_config(sys.argv[1])
 flags = config.tst_flags.split() if isinstance(config.tst_flags, str) else config.tst_flags
-passed, _ = test_nb(sys.argv[1], skip_flags=flags, basepath=config.config_path, cell_timeout=config.cell_timeout or None)
+passed, _ = test_nb(sys.argv[1], skip_flags=flags, basepath=config.config_path,
+                    cell_timeout=config.cell_timeout or None)
 sys.exit(not passed)
 """
 

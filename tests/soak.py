@@ -2,8 +2,10 @@
 
     python tests/soak.py [--kills 20] [--seed 0] [--folder runs/soak]
 
-Both stages on the tiny model, two processes, a checkpoint every second step. At a random moment one rank or the whole tree is killed with SIGKILL, then the same call is
-made again, until the run is done; so many times, in so many run folders, as kills are asked for. Prints one JSON object last; exit code 1 when any weight or row differs.
+Both stages on the tiny model, two processes, a checkpoint every second step. At a random moment one rank or the whole
+tree is killed with SIGKILL, then the same call is made again, until the run is done; this is repeated, in several run
+folders, until as many kills are made as were asked for. Prints one JSON object last; the exit code is 1 when any weight
+or row differs.
 """
 import argparse
 import json
@@ -52,7 +54,9 @@ def count(out): return len((out/"metrics.jsonl").read_text().splitlines()) if (o
 
 
 def kill_sometime(process, out, dice) -> bool:
-    "SIGKILL to a rank or to the launcher: while it starts, or some steps behind its checkpoint. False when the run was done before."
+    """SIGKILL to a rank or to the launcher: while it starts, or some steps after its checkpoint.
+
+    False when the run was done before."""
     row = max([number_of(folder) for folder in checkpoints(out)], default=0) + dice.randint(1, 8)
     moment, late = time.monotonic() + dice.uniform(0, 3), dice.uniform(0, 0.1)
     soon = dice.random() < 0.3
@@ -80,9 +84,8 @@ def differences(one, other) -> tuple:
     a, b = [load_file(out/"model"/"model.safetensors") for out in (one, other)]
     weights = max((a[k] - b[k]).abs().max().item() for k in a) if a.keys() == b.keys() else math.inf
     a, b = rows(one), rows(other)
-    metrics = max(abs(x[k] - y[k]) for x, y in zip(a, b) for k in x) if [sorted(x) for x in a] == [sorted(y)
-                                                                                                   for y in b] else math.inf
-    return weights, metrics
+    if [sorted(x) for x in a] != [sorted(y) for y in b]: return weights, math.inf
+    return weights, max(abs(x[k] - y[k]) for x, y in zip(a, b) for k in x)
 
 
 def soak(kills, seed, folder, say=print) -> dict:

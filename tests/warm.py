@@ -26,11 +26,12 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT  # noqa: F401 (so that this module can stand in for subprocess)
 
 LIBRARIES = ("torch", "torch.profiler", "torch.distributed.launcher.api", "torch.distributed.fsdp", "transformers",
-             "transformers.trainer", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
-             "peft", "accelerate", "datasets", "scipy.stats", "sklearn.metrics", "pandas", "matplotlib.pyplot",
-             "seaborn", "papermill", "IPython", "typer", "yaml")
-FREE = re.compile(r"ANCHOR_NB_\w+|ACCELERATE_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|NNODES|NODE_RANK|MASTER_\w+|SLURM_\w+|"
-                  r"PYTEST_\w+|PATH|PWD|OLDPWD|COLUMNS|LINES|TERM|NO_COLOR|FORCE_COLOR")  # read when they are needed
+             "transformers.trainer", "transformers.models.auto.modeling_auto",
+             "transformers.models.llama.modeling_llama", "peft", "accelerate", "datasets", "scipy.stats",
+             "sklearn.metrics", "pandas", "matplotlib.pyplot", "seaborn", "papermill", "IPython", "typer", "yaml")
+FREE = re.compile(  # read when they are needed, so that they may differ
+    r"ANCHOR_NB_\w+|ACCELERATE_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|NNODES|NODE_RANK|MASTER_\w+|SLURM_\w+|PYTEST_\w+|"
+    r"PATH|PWD|OLDPWD|COLUMNS|LINES|TERM|NO_COLOR|FORCE_COLOR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not burn the cores that others need
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 ENVIRONMENT = dict(os.environ)

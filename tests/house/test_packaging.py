@@ -1,4 +1,4 @@
-"""What a pip user gets: wheel and sdist carry the stage notebooks, presets and tables, and work away from the checkout."""
+"""What a pip user gets: wheel and sdist carry stage notebooks, presets and tables, and work away from the checkout."""
 import os
 import re
 import subprocess
@@ -54,7 +54,8 @@ def contents(wheel): return set(zipfile.ZipFile(wheel).namelist())
 
 def test_the_wheel_has_all_modules_notebooks_presets_and_tables(wheel):
     names = contents(wheel)
-    wanted = {f"anchor_nb/{path.relative_to(ROOT/'anchor_nb')}" for pattern in ("*.py", "*.json", "presets/*/*.yaml")
+    patterns = ("**/*.py", "*.json", "page/*", "presets/*/*.yaml")
+    wanted = {f"anchor_nb/{path.relative_to(ROOT/'anchor_nb')}" for pattern in patterns
               for path in (ROOT/"anchor_nb").glob(pattern)}
     wanted |= {f"anchor_nb/notebooks/{path.name}" for path in (ROOT/"nbs/stages").glob("*.ipynb")}
     assert wanted <= names, wanted - names
@@ -82,7 +83,8 @@ def test_the_metadata_are_those_of_settings_ini(wheel):
 def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive: archive.extractall(tmp_path, filter="data")
     source = next(tmp_path.iterdir())
-    assert (source/"Makefile").exists() and (source/"constraints.txt").exists() and list((source/"tests").glob("test_*.py"))
+    assert (source/"Makefile").exists() and (source/"constraints.txt").exists()
+    assert list((source/"tests").rglob("test_*.py"))
     assert contents(build("wheel", source, tmp_path/"again")) == contents(wheel)
 
 

@@ -82,6 +82,7 @@ def test_not_a_number_names_its_rows_and_keeps_the_good_checkpoint(what, name, s
     batch = check_inputs(settings).batches(5)
     assert json.loads(Path(settings.out, "not_finite.json").read_text())["rows"] == batch.rows.tolist()
     assert [c.name for c in checkpoints(settings.out)] == ["checkpoint-2", "checkpoint-4"]
+    assert len(rows(settings.out)) == 5, "no row of the step that failed"
     assert_goes_on(settings, whole, 5)
 
 

@@ -10,7 +10,6 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 import nbformat
 
-import warm
 from anchor_nb.runs.launch import LaunchError, first_failure, launch
 from anchor_nb.experiments.stages import StageError, run_stage
 
@@ -149,6 +148,7 @@ def test_the_same_call_runs_under_torchrun(tmp_path):
 
 
 def test_two_runs_at_once_do_not_collide(tmp_path):
+    import warm  # here, since the scripts import this file from elsewhere
     code = SCRIPT.replace("processes=7", "processes=2")
     runs = [warm.Popen([sys.executable, "-c", code, HERE, tmp_path/str(i)], stdout=warm.PIPE, text=True)
             for i in range(2)]

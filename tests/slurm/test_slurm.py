@@ -1,4 +1,7 @@
-"""A real Slurm of one machine: `eval "$(tests/slurm/setup.sh start)"`, then pytest tests/slurm, then `tests/slurm/setup.sh stop`."""
+"""A real Slurm of one machine.
+
+`eval "$(tests/slurm/setup.sh start)"`, then `pytest tests/slurm`, then `tests/slurm/setup.sh stop`.
+"""
 import os
 import subprocess
 import sys
@@ -29,8 +32,8 @@ def slurm(*words): return subprocess.run(words, capture_output=True, text=True, 
 
 
 def state(job):
-    return slurm("squeue", "--noheader", "--format=%T", f"--jobs={job.job_id}").strip() if job.job_id in slurm("squeue",
-                                                                                                               "--noheader", "--format=%i") else ""
+    if job.job_id not in slurm("squeue", "--noheader", "--format=%i"): return ""
+    return slurm("squeue", "--noheader", "--format=%T", f"--jobs={job.job_id}").strip()
 
 
 def wait_until(done, seconds, what):
@@ -40,7 +43,9 @@ def wait_until(done, seconds, what):
 
 
 def test_a_job_of_one_minute_trains_for_several(tmp_path):
-    "Time runs out, Slurm sends its signal, the run writes a checkpoint, the job is requeued and goes on, with no step lost or done twice."
+    """Time runs out, Slurm sends its signal, the run writes a checkpoint, the job is requeued and resumes.
+
+    No step is lost or done twice."""
     parameters = TRAINING | dict(data=toy_pairs(), out=str(tmp_path/"run"), steps=400, save_steps=0)
     job = submit.submit_stage("stage1", parameters, dict(time=1, signal_delay_s=20))
     wait_until(lambda: job.paths.result_pickle.exists(), 540, "the job did not finish")
@@ -84,8 +89,8 @@ def test_a_sweep_goes_through_arrays_and_outlives_its_driver(tmp_path):
     done = subprocess.run([sys.executable, "-c", drive, tmp_path/"s.yaml", root], capture_output=True, text=True,
                           timeout=400)
     assert "'done': 5" in done.stdout and "'failed': {}" in done.stdout, done.stdout + done.stderr
-    assert {number.partition("_")[2] for name, number in queue.items() if name.startswith("stage1")} == {"0",
-                                                                                                         "1"}, "stage I is one array"
+    numbers = {number.partition("_")[2] for name, number in queue.items() if name.startswith("stage1")}
+    assert numbers == {"0", "1"}, "stage I is one array"
     assert all(len(ledgers.read_json(path)["starts"]) == 1
                for path in root.glob("*/run.json")), "nothing was queued twice"
     assert {row["label"] for row in ledgers.read_rows(root/"ledger.jsonl")} == {"a", "b"}
