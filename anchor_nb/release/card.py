@@ -272,20 +272,20 @@ def summary(about: About) -> str:
     return (f"{text} It maps a text of at most {facts['layout']['max_length']} tokens to {facts['dimension']} numbers "
             f"({', '.join(filter(None, details))}).")
 
-# %% ../../nbs/release/04_card.ipynb #40072768
+# %% ../../nbs/release/04_card.ipynb #e7c52051
 FIND_OUT = "Find it out before you pass the model on."
 
 def limits(about: About) -> list: # of sentences
     "What not to expect of the model."
     last = about.runs[-1].manifest["recipe"] if about.runs else {}
     length = about.facts["layout"]["max_length"] if about.facts else last.get("max_length")
-    own = [row for row in about.rows if row["label"] == about.label]
-    shared = ", ".join(sorted({row["task"] for row in own} & {facts["name"] for facts in about.data}))
+    mine = [row for row in about.rows if row["label"] == about.label]
+    shared = ", ".join(sorted({row["task"] for row in mine} & {facts["name"] for facts in about.data}))
     unlicensed = ", ".join(facts["name"] for facts in about.data if not facts["license"] and not facts["hub"])
     reconstruction = any("reconstruction" in objective(run.manifest) for run in about.runs)
     return [text for applies, text in (
         (length, f"Texts are cut at {length} tokens; the rest is ignored."),
-        (len({row["training_seed"] for row in own}) == 1, "There is one training seed. Intervals cover the choice of "
+        (len({row["training_seed"] for row in mine}) == 1, "There is one training seed. Intervals cover the choice of "
          "queries only; another seed could move a score as much."),
         (shared, f"{cell(shared)} was both trained and evaluated on, so part of any gain is adaptation to its domain."),
         (not about.license, f"The licence of the base model, {about.base['name']}, was not available when this card "
