@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from anchor_nb.cli.doctor import check_environment, check_hub, check_kernel, check_smoke, found_by, requirements
+from anchor_nb.cli.doctor import check_environment, check_hub, check_kernel, check_smoke, found_by
 from anchor_nb.runs.launch import LAUNCHERS
 
 NO_NETWORK = """
@@ -113,8 +113,3 @@ def test_broken_training_is_noticed(monkeypatch):
                         lambda recipe: (_ for _ in ()).throw(RuntimeError("CUDA error: no kernel image is available")))
     found = found_by("smoke", check_smoke)
     assert found.status == "fail" and "no kernel image" in found.found
-
-
-def test_each_extra_has_requirements():
-    assert {one.name for one in requirements("lab")} >= {"jupyterlab", "ipywidgets"}
-    assert not {one.name for one in requirements()} & {one.name for one in requirements("lab")}
