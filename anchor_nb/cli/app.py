@@ -97,7 +97,7 @@ def argument(kind: type, help: str, **how):
 START, DATA, TRAIN = "Start here", "Texts and pairs", "Train"
 SCORE, USE, SCALE = "Score and look inside", "Use a model", "Plan, measure, scale"
 EXIT_CODES = ("Exit codes: 0 done; 1 the message says what to mend, or what was checked does not hold; 2 the words of "
-              "the command; 130 stopped with Ctrl-C and 143 told to stop, and the same command goes on.")
+              "the command; 130 stopped with Ctrl-C and 143 told to stop: the same command resumes.")
 
 def first_sentence(text: str) -> str:
     "A text up to its first full stop or blank line, in one line."

@@ -18,7 +18,7 @@ from .redaction import hide, secret_values
 
 # %% ../../nbs/core/05_errors.ipynb #d6b87dab
 class Stopped(RuntimeError):
-    "Something was told to stop, and the same command goes on."
+    "Stopped on request; the same command resumes."
     stopped = True
 
 def exit_code(error: BaseException) -> int: # 1 failed, 130 stopped by Ctrl-C, 143 told to stop
@@ -65,7 +65,7 @@ def is_ours(error: BaseException) -> bool:
 
 def what_and_fix(error: BaseException) -> tuple: # (what is wrong, what to do); the second is empty where nobody knows
     "An error in words, without line breaks."
-    if isinstance(error, KeyboardInterrupt): return "stopped by SIGINT", "run the same command to go on"
+    if isinstance(error, KeyboardInterrupt): return "stopped by SIGINT", "run the same command to resume"
     if isinstance(error, ModuleNotFoundError) and error.name and str(error) == f"No module named {error.name!r}":
         extra = extra_of(error.name)
         wanted = f"anchor_nb[{extra}]" if extra else error.name

@@ -85,8 +85,7 @@ class Training(Recipe):
     optimizer: str = setting("adamw", "adamw, or adamw_8bit with smaller states (pip install anchor_nb[8bit])",
                              "authors' code: AdamW", ("adamw", "adamw_8bit"), group="optimizer")
     weight_decay: float = setting(0.0, "AdamW weight decay", "authors' code: 0", group="optimizer", bound=">=0")
-    max_grad_norm: float = setting(1.0, "the gradient's norm is clipped to this", "authors' code: 1.0",
-                                   group="optimizer", bound=">=0")
+    max_grad_norm: float = setting(1.0, "gradient clipping", "authors' code: 1.0", group="optimizer", bound=">=0")
     precision: str = setting("auto", "auto: bf16 with fp32 weights on a GPU; on a CPU the faster of fp32 and bf16",
                              "ours; the authors' code trains pure bf16 weights",
                              ("auto", "fp32", "bf16", "pure_bf16", "fp64"), group="optimizer")
@@ -159,8 +158,7 @@ class Stage1(Training):
                                 "the authors' code: after it; false takes the state before it", group="anchor")
     pairing: str = setting("own", "own: each query with its document; strangers: with another row's, a control",
                            "paper: own", ("own", "strangers"), group="anchor")
-    masked_fraction: float = setting(0.2, "share of a text's tokens masked", "LLM2Vec: 0.2; Mistral: 0.8",
-                                     group="mntp", bound="(0,1]")
+    masked_fraction: float = setting(0.2, "share of tokens masked", "LLM2Vec: 0.2", group="mntp", bound="(0,1]")
     masked_with: str = setting("_", "the token that replaces a masked one", "LLM2Vec: _", group="mntp")
     temperature: float = setting(0.05, "cosine similarities are divided by this", "LLM2Vec: scale 20", group="simcse",
                                  bound=">0")
@@ -201,8 +199,7 @@ class Stage2(Training):
     lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank", group="optimizer")
     lora_dropout: float = setting(0.0, "dropout in the adapters; over 0, results depend on the micro-batches",
                                   "ours; 0.05 in the authors' script", group="optimizer", bound="[0,1)")
-    few_shot: int = setting(0, "at most so many examples before a query, how many is random", "bge-en-icl: 5",
-                            group="texts", bound=">=0")
+    few_shot: int = setting(0, "most examples before a query", "bge-en-icl: 5", group="texts", bound=">=0")
     mask_false_negatives: bool = setting(True, "a text equal to the positive, or of the same query, is no negative",
                                          "ours; the authors' code masks none", group="negatives")
     both_directions: bool = setting(False, "documents must find their queries too: the mean of both directions",
@@ -358,13 +355,11 @@ class Analyse(Recipe):
     data: str = setting("", "folder of JSONL or parquet files, one such file, or hf:org/name", reads="files",
                         group="first")
     out: str = setting("", "folder of the results: ledger, data of the figures, figures, map", how=True, group="first")
-    texts: int = setting(2000, "texts that are compared, drawn by the seed; 0: all", "HRSA: 2000", group="first",
-                         bound=">=0")
+    texts: int = setting(2000, "texts compared, at random; 0: all", "HRSA: 2000", group="first", bound=">=0")
     quick: bool = setting(False, "200 texts, for a first look", "ours", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
     seed: int = setting(0, "decides texts, shuffles, splits and directions", "ours", group="first")
-    again: str = setting("", "b trained with another seed, to compare differences with; empty: none", "ours",
-                         reads="run")
+    again: str = setting("", "b trained with another seed, as a yardstick; empty: none", "ours", reads="run")
     text_fields: list = setting([], "fields to read texts from; empty: query and positive, else text", "ours")
     label: str = setting("", "field with a text's class, for the linear probe; empty: none", "HRSA: label column")
     states: str = setting("pooled", "pooled: a vector a text; tokens: one a token",

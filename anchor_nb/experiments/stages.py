@@ -120,7 +120,7 @@ def handing_on(*numbers: int): # -> a list of the signals that came
         came.append(number)
         if not (children := psutil.Process().children()):
             raise Stopped(f"stopped by {signal.Signals(number).name} before the notebook's kernel was there; run the "
-                          "same command to go on")
+                          "same command to resume")
         for child in children: child.send_signal(number)
     if threading.current_thread() is not threading.main_thread(): yield came; return
     before = {number: signal.signal(number, hand_on) for number in numbers}
@@ -160,7 +160,7 @@ class Draft(Hiding):
         if not self.signals: self.begun = begun
         elif begun > self.begun:
             name = signal.Signals(self.signals[0]).name
-            raise Stopped(f"stopped by {name} between two cells; run the same command to go on")
+            raise Stopped(f"stopped by {name} between two cells; run the same command to resume")
 
 # %% ../../nbs/experiments/00_stages.ipynb #0ef4613e
 def finished(folder: Path, stage: str) -> bytes: # what says so; empty where nothing is finished

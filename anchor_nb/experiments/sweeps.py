@@ -366,7 +366,7 @@ def raising_stopped():
     def stop(number, frame):
         restore()
         raise Stopped(f"stopped by {signal.Signals(number).name}; what ran was told to write a checkpoint; "
-                      "run the same command to go on")
+                      "run the same command to resume")
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try: yield
     finally: restore()

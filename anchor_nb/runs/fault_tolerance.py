@@ -63,7 +63,7 @@ class Stopping(TrainerCallback):
         if not number or state.global_step >= state.max_steps: return
         control.should_save = control.should_training_stop = True
         self.stopped = (f"stopped by {signal.Signals(number).name} after step {state.global_step} of "
-                        f"{state.max_steps}, with a checkpoint; run the same command to go on")
+                        f"{state.max_steps}, with a checkpoint; run the same command to resume")
 
 # %% ../../nbs/runs/00_fault_tolerance.ipynb #b7702b75
 @contextmanager
@@ -98,4 +98,4 @@ def halving(out: Path, step): # step: has `budget`, and the tokens of its larges
                                          f"and delete {file}. ({error})") from None
         write_text(file, json.dumps(dict(micro_tokens=max(1, budget//2), before=budget)) + "\n")
         raise torch.OutOfMemoryError(f"out of memory with {budget} tokens a micro-batch; run the same command again, "
-                                     f"and it goes on with {max(1, budget//2)}. ({error})") from None
+                                     f"and it resumes with {max(1, budget//2)}. ({error})") from None

@@ -64,7 +64,7 @@ def explain(error: Exception, folders: list, since: float = 0) -> BaseException:
     if getattr(error, "sigval", None) == signal.SIGINT:
         return KeyboardInterrupt("the launched processes were interrupted")
     if not hasattr(error, "sigval") or kind not in ("", "SignalException"): return first or error
-    return Stopped(f"stopped by {error.sigval.name}; run the same command to go on")
+    return Stopped(f"stopped by {error.sigval.name}; run the same command to resume")
 
 # %% ../../nbs/runs/01_launch.ipynb #57b873f3
 def die_with(parent: int): # process id of the kernel

@@ -184,7 +184,7 @@ def test_ctrl_c_has_the_running_stage_write_a_checkpoint(tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=100)
-    assert "Stopped: stopped by SIGINT; what ran was told to write a checkpoint; run the same command to go on" in said
+    assert "Stopped: stopped by SIGINT; what ran was told to write a checkpoint; run the same command to resume" in said
     assert [path.name.startswith("checkpoint-") for path in root.glob("stage1-*/checkpoint-*")], "no checkpoint"
     manifest, = [ledgers.read_json(path) for path in root.glob("stage1-*/run.json")]
     assert manifest["status"] == "stopped"

@@ -286,7 +286,7 @@ def test_a_run_whose_notebook_failed_behind_it_is_not_finished(tmp_path):
 
 @pytest.mark.parametrize("ends, status, reason", [
     ("raise RuntimeError('no such row')", "failed", "RuntimeError: no such row"),
-    ("raise KeyboardInterrupt", "stopped", "stopped by SIGINT at once; run the same command to go on"),
+    ("raise KeyboardInterrupt", "stopped", "stopped by SIGINT at once; run the same command to resume"),
     ("raise Stopped('stopped by SIGINT after step 7')", "stopped", "stopped by SIGINT after step 7"),
     ("finish_run(out)", "complete", None)])
 def test_a_cell_that_fails_by_hand_is_on_record(ends, status, reason, tmp_path, monkeypatch, capsys):
