@@ -46,7 +46,7 @@ def search(model: Model,
     with answering(as_json) as answer:
         found = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim)
         line = lambda hit: f"  {hit['score']:.3f}  {hit['id']}  {' '.join(hit['text'].split())[:100]}"
-        lines = [text for one in found for text in (one["query"], *map(line, one["hits"]))]
+        lines = [text for answers in found for text in (answers["query"], *map(line, answers["hits"]))]
         answer(dict(queries=found), *map(printable, lines))
 
 @app.command("decode", rich_help_panel=USE)
@@ -62,11 +62,11 @@ def decode(model: argument(str, MODEL_HELP + '; one with its language-model head
     from anchor_nb.inference.decoding import decode_from_anchor
     with answering(as_json) as answer:
         found = decode_from_anchor(model, texts, instruction, direction, samples, temperature, max_new_tokens, seed)
-        facts = [dict(read=text, written=one.text, samples=one.samples) for text, one in zip(texts, found)]
-        lines = [[one["read"], f"  -> {one['written']}", *(f"   ~ {drawn}" for drawn in one["samples"])]
-                 for one in facts]
-        answer(dict(model=model, direction=direction, texts=facts), *(printable(line, keep=TEXT) for one in lines
-                                                                      for line in one))
+        facts = [dict(read=text, written=made.text, samples=made.samples) for text, made in zip(texts, found)]
+        lines = []
+        for fact in facts:
+            lines += [fact["read"], f"  -> {fact['written']}", *(f"   ~ {drawn}" for drawn in fact["samples"])]
+        answer(dict(model=model, direction=direction, texts=facts), *(printable(line, keep=TEXT) for line in lines))
 
 # %% ../../nbs/cli/05_models.ipynb #52f0368c
 def yaml_values(pairs: list) -> dict: # texts like "name=[1, 2]"

@@ -199,7 +199,7 @@ class Stage2(Training):
     lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank", group="optimizer")
     lora_dropout: float = setting(0.0, "dropout in the adapters; over 0, results depend on the micro-batches",
                                   "ours; 0.05 in the authors' script", group="optimizer", bound="[0,1)")
-    few_shot: int = setting(0, "most examples before a query", "bge-en-icl: 5", group="texts", bound=">=0")
+    few_shot: int = setting(0, "at most so many examples before a query", "bge-en-icl: 5", group="texts", bound=">=0")
     mask_false_negatives: bool = setting(True, "a text equal to the positive, or of the same query, is no negative",
                                          "ours; the authors' code masks none", group="negatives")
     both_directions: bool = setting(False, "documents must find their queries too: the mean of both directions",

@@ -343,6 +343,7 @@ def launch(function,                       # what to run in each process; its re
         if already_launched(): return json.loads(as_json(function(*args)))
         count, node = process_count(processes, usable_gpus()), find_node(nodes, node_rank, main_address, main_port)
         alone = count == 1 == node.count
-        start = lambda: launch_one(function, args) if alone else launch_many(function, args, count, run_dir,
-                                                                             start_method, node)
+        def start():
+            if alone: return launch_one(function, args)
+            return launch_many(function, args, count, run_dir, start_method, node)
         return with_half_the_memory(start, run_dir)

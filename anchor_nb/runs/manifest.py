@@ -82,8 +82,8 @@ def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty 
     old = {path: facts["sha256"] for path, facts in manifest["data"].items()}
     new = {path: facts["sha256"] for path, facts in (data or {}).items()}
     if data: found = [f"{path} has changed since" for path in sorted({**old, **new}) if old.get(path) != new.get(path)]
-    before, inputs = manifest.get("inputs", {}), {".".join(map(str, at)): path
-                                                  for at, (_, path) in inputs_of(recipe).items()}
+    before = manifest.get("inputs", {})
+    inputs = {".".join(map(str, at)): path for at, (_, path) in inputs_of(recipe).items()}
     return found + [f"the content of {name} {inputs[name]} has changed since"
                     for name, sha256 in inputs_beside(recipe, data).items() if sha256 != before.get(name)]
 

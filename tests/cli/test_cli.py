@@ -194,13 +194,15 @@ def stubbed(monkeypatch, tmp_path):
     stub("inference.decoding.decode_from_anchor", [])
     stub("data.deduplication.dedup_pairs", dict(datasets={"a": facts}, tests={}))
     stub("cli.doctor.checks", [])
-    stub("inference.corpus_encoding.encode_corpus", dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
+    stub("inference.corpus_encoding.encode_corpus",
+         dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
     stub("release.card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md", readers={}))
     stub("inference.filtering.filter_pairs", {"a": facts})
     stub("release.merging.merge_models", dict(tensors=5, bytes=8))
     stub("training.memory.report", [])
     stub("training.memory.table", "nothing")
-    stub("release.hub.push", dict(files=[dict(bytes=8, path="README.md", sha256="ab")], bytes=8, left_out=[], plan="ab"))
+    files = [dict(bytes=8, path="README.md", sha256="ab")]
+    stub("release.hub.push", dict(files=files, bytes=8, left_out=[], plan="ab"))
     stub("inference.search.search_corpus", [dict(query="who?", hits=[])])
     stub("experiments.sweeps.run_sweep", dict(done=1, failed={}, skipped=0, waiting=0, ledger="ledger.jsonl"))
     stub("cli.scoring.run_stage", tmp_path/"x.ipynb")
@@ -238,7 +240,8 @@ def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     job = invoke("submit", "stage1", "--slurm", "partition=gpu", "--slurm", "time=240", "--gpus", "8", "-p",
                  "out=runs/mine", "--dry-run")
-    assert job.exit_code == 0 and "#SBATCH --partition=gpu" in job.output and "#SBATCH --time=240" in job.output and "'processes': 8" in job.output, job.output
+    assert job.exit_code == 0, job.output
+    for words in ("#SBATCH --partition=gpu", "#SBATCH --time=240", "'processes': 8"): assert words in job.output
     shown = invoke("sweep", "alpha", "--dry-run")
     assert shown.exit_code == 0 and "stage1-" in shown.output and "waiting" in shown.output, shown.output
     assert list(tmp_path.iterdir()) == []

@@ -17,10 +17,12 @@ NO_NETWORK = """
 import socket
 connect = socket.socket.connect
 def local_only(self, address):
-    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"): raise AssertionError(f"the network was asked: {address}")
+    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        raise AssertionError(f"the network was asked: {address}")
     return connect(self, address)
 def no_names(name, *rest, **how):
-    if name not in ("127.0.0.1", "::1", "localhost", None, "", socket.gethostname()): raise AssertionError(f"the network was asked for {name}")
+    if name not in ("127.0.0.1", "::1", "localhost", None, "", socket.gethostname()):
+        raise AssertionError(f"the network was asked for {name}")
     return lookup(name, *rest, **how)
 socket.socket.connect, lookup, socket.getaddrinfo = local_only, socket.getaddrinfo, no_names
 """

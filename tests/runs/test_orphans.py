@@ -1,4 +1,5 @@
-"Kernels, notebooks and commands that are interrupted, killed or told to stop: nothing of theirs is left running, and what they say is the cause."
+"""Kernels, notebooks and commands that are interrupted, killed or told to stop: nothing of theirs is left running, and
+what they say is the cause."""
 import os
 import signal
 import subprocess

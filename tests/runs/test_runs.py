@@ -1,4 +1,5 @@
-"""Manifests, ledger and the strict stage runner where a notebook cell cannot show it: kills, races, properties, broken notebooks."""
+"""Manifests, ledger and the strict stage runner where a notebook cell cannot show it: kills, races, properties, broken
+notebooks."""
 import json
 import os
 import shutil
@@ -449,17 +450,18 @@ def test_papermill_takes_every_preset_as_it_is():
     for name, stages in preset_files.presets().items():
         for stage_name in stages:
             parameters = preset_files.preset(name, stage_name)
-            assert stage_runs.checked(stage_runs.stage_notebook(stage_name),
-                                      parameters) == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
+            taken = stage_runs.checked(stage_runs.stage_notebook(stage_name), parameters)
+            assert taken == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
 
 
 @pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in preset_files.presets().items()
                                               for stage in stages])
 def test_plain_papermill_with_a_preset_is_that_preset(name, stage_name):
-    "`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over the recipe's defaults."
+    """`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over
+    the recipe's defaults."""
     from anchor_nb.experiments.pipeline import full_preset
-    assert {**runs.notebook_defaults(RECIPES[stage_name]), **preset_files.preset(name, stage_name)} == full_preset(name,
-                                                                                                                   stage_name)
+    defaults = runs.notebook_defaults(RECIPES[stage_name])
+    assert defaults | preset_files.preset(name, stage_name) == full_preset(name, stage_name)
 
 
 def test_no_cell_begins_after_a_signal(tmp_path):
