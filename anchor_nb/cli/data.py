@@ -7,31 +7,26 @@ __all__ = []
 
 # %% ../../nbs/cli/04_data.ipynb #8e18baa0
 import os
-from typing import Annotated
 
 import typer
 
 from ..experiments.torchrun import read_pairs
-from .app import DATA, MODEL_HELP, USE, AsJson, Parameters, answering, app
+from .app import DATA, MODEL_HELP, USE, AsJson, Parameters, answering, app, argument, option
 
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0
-Format = Annotated[str, typer.Option("--format", help="anchor_nb, gritlm or columns")]
-NewPairs = Annotated[str, typer.Option("--out", help="folder for the pairs that are left, and for the report")]
-Pairs = Annotated[str, typer.Argument(help="folder of JSONL or parquet files, one such file, or hf:org/name")]
+Format = option(str, "anchor_nb, gritlm or columns", "--format")
+NewPairs = option(str, "folder for the pairs that are left, and for the report", "--out")
+Pairs = argument(str, "folder of JSONL or parquet files, one such file, or hf:org/name")
 
 @app.command("filter", rich_help_panel=DATA)
-def filter_pairs(data: Pairs, out: NewPairs, minimum: Annotated[float, typer.Option("--min-margin",
-                                                                                    help="smallest margin that is "
-                                                                                         "kept")],
-                 maximum: Annotated[float, typer.Option("--max-margin", help="largest margin that is kept")],
-                 model: Annotated[str, typer.Option(help="run folder, model folder, hub id or short name; none: the "
-                                                         "scores that mined rows carry")] = "",
-                 each: Annotated[str, typer.Option(help="what is kept or not: row, or negative, each by its own "
-                                                        "margin")] = "row",
-                 instructions: Annotated[str, typer.Option(help="paper, corpora, none, or a YAML file")] = "paper",
-                 max_length: Annotated[int, typer.Option(help="tokens of a text; 0: what the checkpoint says")] = 0,
-                 format: Format = "anchor_nb",
-                 as_json: AsJson = False):
+def filter_pairs(data: Pairs, out: NewPairs, minimum: option(float, "smallest margin that is kept", "--min-margin"),
+                 maximum: option(float, "largest margin that is kept", "--max-margin"),
+                 model: option(str, "run folder, model folder, hub id or short name; none: the scores that mined "
+                                    "rows carry") = "",
+                 each: option(str, "what is kept or not: row, or negative, each by its own margin") = "row",
+                 instructions: option(str, "paper, corpora, none, or a YAML file") = "paper",
+                 max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
+                 format: Format = "anchor_nb", as_json: AsJson = False):
     "Keep rows whose margin, weakest positive less hardest negative, lies between two ends."
     from anchor_nb.inference.filtering import filter_pairs
     with answering(as_json) as answer:
@@ -42,16 +37,14 @@ def filter_pairs(data: Pairs, out: NewPairs, minimum: Annotated[float, typer.Opt
         answer(found, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 @app.command("dedup", rich_help_panel=DATA)
-def dedup_pairs(data: Pairs, out: NewPairs, threshold: Annotated[float, typer.Option(help="shared part of two texts "
-                                                                                          "from which they are the "
-                                                                                          "same; 2: equal rows only")] = 0.8,
-                against: Annotated[list[str], typer.Option(help="folder of an evaluation set, in the BEIR layout; give "
-                                                                "it as often as you need")] = [],
-                remove: Annotated[str, typer.Option(help="rows that show a test's queries, documents, either (all), "
-                                                         "pairs of both, or none: report only")] = "queries",
-                all_documents: Annotated[bool, typer.Option("--all-documents", help="look for test documents that "
-                                                                                    "answer nothing too")] = False,
-                format: Format = "anchor_nb",
+def dedup_pairs(data: Pairs, out: NewPairs,
+                threshold: option(float, "overlap from which two texts are the same; 2: equal rows only") = 0.8,
+                against: option(list[str], "folder of an evaluation set, in the BEIR layout; give it as often as "
+                                           "you need") = [],
+                remove: option(str, "rows that show a test's queries, documents, either (all), pairs of both, or "
+                                    "none: report only") = "queries",
+                all_documents: option(bool, "look for test documents that answer nothing too",
+                                            "--all-documents") = False, format: Format = "anchor_nb",
                 as_json: AsJson = False):
     "Drop rows that repeat others, and rows that evaluation sets know; says what of the tests was seen."
     from anchor_nb.data.deduplication import dedup_pairs
@@ -67,13 +60,11 @@ def dedup_pairs(data: Pairs, out: NewPairs, threshold: Annotated[float, typer.Op
 
 # %% ../../nbs/cli/04_data.ipynb #0ab47750
 @app.command("encode", rich_help_panel=USE)
-def encode(corpus: Annotated[str, typer.Argument(help="a JSONL or parquet file, a folder of such files or of a saved "
-                                                      "dataset, or hf:org/name")],
-           out: Annotated[str, typer.Option("--out", help="folder of the shards")],
-           model: Annotated[str, typer.Option("--model", help=MODEL_HELP)] = "smollm2-135m",
-           dtype: Annotated[str, typer.Option("--dtype", help="float32, float16, int8 or binary")] = "float32",
-           gpus: Annotated[int, typer.Option("--gpus", help="processes, one for each GPU; 0: all there are")] = 1,
-           pairs: Parameters = [],
+def encode(corpus: argument(str, "a JSONL or parquet file, a folder of such files or of a saved dataset, or "
+                                 "hf:org/name"), out: option(str, "folder of the shards"),
+           model: option(str, MODEL_HELP) = "smollm2-135m",
+           dtype: option(str, "float32, float16, int8 or binary") = "float32",
+           gpus: option(int, "processes, one for each GPU; 0: all there are") = 1, pairs: Parameters = [],
            as_json: AsJson = False):
     "A corpus to vectors, in shards that are checked and never made twice."
     from anchor_nb.inference.corpus_encoding import encode_corpus

@@ -8,157 +8,115 @@ __all__ = []
 # %% ../../nbs/cli/01_doctor.ipynb #b8f81899
 import importlib.metadata, io, os, platform, re, shutil, sys, tempfile, time
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from ..core.redaction import without_secrets
 from ..data.packages import cache_dir
-from ..runs.provenance import package_folder
 from ..runs.launch import already_launched, environment, launch, stale_ranks
 
 # %% ../../nbs/cli/01_doctor.ipynb #f1d8d122
 class Check(NamedTuple):
-    "One thing that was looked at."
+    "One thing that was checked."
     name: str      # what
     status: str    # ok, warn or fail
     found: str     # in one line
     fix: str = ""  # what to do; empty where nothing has to be done
 
+def judged(name: str, found: str, *rules) -> Check: # rules: of (is it broken, warn or fail, what to do)
+    "The finding by the first rule that is broken; ok when none is."
+    for broken, status, fix in rules:
+        if broken: return Check(name, status, found, fix)
+    return Check(name, "ok", found)
+
 GB = 10**9
 
 # %% ../../nbs/cli/01_doctor.ipynb #fb8704c9
-def check_python() -> Check:
-    "The interpreter and the processors it may use."
+def memory_limit() -> int: # bytes; 0 where there is none
+    "The container's limit for this process."
+    paths = map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    text = next((path.read_text().strip() for path in paths if path.is_file()), "")
+    return int(text) if text.isdigit() and int(text) < 2**60 else 0
+
+def check_machine() -> Check:
+    "The interpreter, the processors it may use, and main memory."
+    import psutil
+    memory, limit = psutil.virtual_memory(), memory_limit()
+    total, free = (min(size, limit or size)/GB for size in (memory.total, memory.available))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = (f"{platform.python_version()} on {platform.system()} {platform.machine()}, {cores} of {os.cpu_count()} "
-             "cores")
-    if sys.version_info < (3, 11):
-        return Check("python", "fail", found, "install Python 3.11 or later, and anchor_nb in an environment of its "
-                                              "own")
-    return Check("python", "ok", found)
+    found = (f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {cores} of "
+             f"{os.cpu_count()} cores, {total:.0f} GB of memory, {free:.0f} GB free")
+    return judged("machine", found, (free < 3, "warn", "close other programs; `anchor-nb plan` says what is needed"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #37471112
+def requirements() -> list: # of packaging's Requirement
+    "What the package needs, without its extras."
+    from packaging.requirements import Requirement
+    needs = map(Requirement, importlib.metadata.requires("anchor_nb") or [])
+    return [need for need in needs if need.marker is None or need.marker.evaluate(dict(extra=""))]
+
 def installed(name: str) -> str: # empty where it is not
     "The version of a package in this environment."
     try: return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError: return ""
 
-def requirements(extra: str = "") -> list: # of packaging's Requirement
-    "What the package needs, or what one of its extras adds."
-    from packaging.requirements import Requirement
-    every = [Requirement(text) for text in importlib.metadata.requires("anchor_nb") or []]
-    return [one for one in every if (one.marker is not None and one.marker.evaluate(dict(extra=extra)) if extra
-                                     else one.marker is None or one.marker.evaluate(dict(extra="")))]
-
 # %% ../../nbs/cli/01_doctor.ipynb #7b0d16fc
 def check_requirements() -> Check:
-    "Whether all packages that are needed are there, in versions that will do."
+    "Whether all required packages are installed, in versions that will do."
     if not installed("anchor_nb"):
         return Check("packages", "warn", "anchor_nb itself is not installed", "pip install -e . in the checkout")
-    needed = [one for one in requirements() if not one.specifier.contains(installed(one.name) or "0", prereleases=True)]
-    if not needed: return Check("packages", "ok", f"all {len(requirements())} that are needed")
-    found = ", ".join(f"{one.name} {installed(one.name) or 'missing'} (needs {one.specifier})" for one in needed)
-    return Check("packages", "fail", found, "pip install " + " ".join(f'"{one.name}{one.specifier}"' for one in needed))
-
-# %% ../../nbs/cli/01_doctor.ipynb #0cc4974d
-def tested_versions() -> dict: # package -> version
-    "The versions that the tests ran with; empty where there is no checkout."
-    path = package_folder().parent/"constraints.txt"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-
-def check_tested() -> Check:
-    "Whether the packages are those that were tested together."
-    # torch 2.13.0+cu130 is torch 2.13.0
-    there = {name: (version, installed(name).partition("+")[0]) for name, version in tested_versions().items()}
-    if not there: return Check("versions", "ok", "the list of tested versions is in the checkout, constraints.txt")
-    other = [f"{name} {here} (tested {version})" for name, (version, here) in there.items() if here and here != version]
-    if not other: return Check("versions", "ok", f"all {sum(bool(here) for _, here in there.values())} as tested")
-    return Check("versions", "warn", ", ".join(other), "should something odd happen: pip install -c constraints.txt -e "
-                                                       ".")
-
-# %% ../../nbs/cli/01_doctor.ipynb #4920c73d
-def check_extras() -> Check:
-    "Which of the optional parts are there."
-    names = [name for name in importlib.metadata.metadata("anchor_nb").get_all("Provides-Extra") or []
-             if name not in ("dev", "docs")] if installed("anchor_nb") else []
-    lacking = [name for name in names if not all(installed(one.name) for one in requirements(name))]
-    found = (f"here: {', '.join(name for name in names if name not in lacking) or 'none'}"
-             + (f"; not here: {', '.join(lacking)}" if lacking else ""))
-    return Check("extras", "ok", found, f'if wanted: pip install "anchor_nb[{",".join(lacking)}]"' if lacking else "")
+    fits = lambda need: need.specifier.contains(installed(need.name) or "0", prereleases=True)
+    wrong = [need for need in requirements() if not fits(need)]
+    found = ", ".join(f"{need.name} {installed(need.name) or 'missing'} (needs {need.specifier})" for need in wrong)
+    fix = "pip install " + " ".join(f'"{need.name}{need.specifier}"' for need in wrong)
+    return judged("packages", found or f"all {len(requirements())} that are required", (wrong, "fail", fix))
 
 # %% ../../nbs/cli/01_doctor.ipynb #4ab758eb
 def driver() -> str: # version, or empty
     "The version of NVIDIA's driver."
-    try: text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError: return "unknown" if shutil.which("nvidia-smi") else ""
-    return (re.findall(r"\d+\.\d+(?:\.\d+)?", text) or ["unknown"])[0]
+    path = Path("/proc/driver/nvidia/version")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return (re.findall(r"\d+\.\d+(?:\.\d+)?", text) or ["unknown" if shutil.which("nvidia-smi") else ""])[0]
 
 # %% ../../nbs/cli/01_doctor.ipynb #a928ca3c
 def check_torch() -> Check:
     "What torch computes with; fail where a GPU is there and cannot be used."
     import torch
-    build = f"torch {torch.__version__}, built for " + (f"CUDA {torch.version.cuda}" if torch.version.cuda
-                                                        else f"ROCm {torch.version.hip}" if torch.version.hip
-                                                        else "the CPU")
-    if torch.cuda.is_available():
-        from anchor_nb.models.attention import on_gpu
-        return Check("torch", "ok", build) if on_gpu() else Check("torch", "warn", f"{build}; ACCELERATE_USE_CPU keeps "
-                                                                                   "it off the GPU",
-                                                                  "unset ACCELERATE_USE_CPU to compute on the GPU")
+    from anchor_nb.models.attention import on_gpu
+    cuda, version = torch.cuda.is_available(), torch.version.cuda
+    found = f"torch {torch.__version__}, built for {f'CUDA {version}' if version else torch.version.hip or 'the CPU'}"
+    if cuda: return judged("torch", found, (not on_gpu(), "warn", "unset ACCELERATE_USE_CPU to compute on the GPU"))
     if not driver() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return Check("torch", "ok", f"{build}; no GPU is visible, {torch.get_num_threads()} threads of the CPU compute")
-    if not torch.version.cuda:
-        return Check("torch", "fail", f"{build}, but there is an NVIDIA driver ({driver()})", "install a CUDA build of "
-                                                                                              "torch, of the same "
-                                                                                              "version, from the index "
-                                                                                              "that its install page "
-                                                                                              "names")
+        return Check("torch", "ok", f"{found}; no GPU is visible, {torch.get_num_threads()} threads of the CPU compute")
+    why = "CUDA finds no device"
     try: torch.cuda.init()
     except (RuntimeError, AssertionError) as error: why = str(error).partition("\n")[0]
-    else: why = "CUDA finds no device"
-    return Check("torch", "fail", f"{build}, driver {driver()}: {why}", "update the driver, or install a build of "
-                                                                        "torch for an older CUDA; in a container, "
-                                                                        "start it with --gpus all")
+    fix = ("update the driver, or install a build of torch for an older CUDA; start a container with --gpus all"
+           if version else "install a CUDA build of the same version of torch")
+    return Check("torch", "fail", f"{found}, but there is an NVIDIA driver ({driver()}): {why}", fix)
 
 # %% ../../nbs/cli/01_doctor.ipynb #07922de0
 def check_gpu(number: int) -> Check:
     "Whether a GPU computes, and has its memory to itself."
     import torch
-    device, about = torch.device("cuda", number), torch.cuda.get_device_properties(number)
-    found = f"{about.name}, {about.total_memory/GB:.0f} GB, compute capability {about.major}.{about.minor}"
-    try:
-        right = (torch.ones(64, 64, device=device, dtype=torch.bfloat16) @ torch.ones(64, 64, device=device,
-                                                                                      dtype=torch.bfloat16)).sum().item() == 64**3
+    name, facts = f"gpu {number}", torch.cuda.get_device_properties(number)
+    ones = torch.ones(64, 64, device=torch.device("cuda", number), dtype=torch.bfloat16)
+    try: right = (ones @ ones).sum().item() == 64**3
     except RuntimeError as error:
-        return Check(f"gpu {number}", "fail", f"{found}: {str(error).partition(chr(10))[0]}", "install a build of "
-                                                                                              "torch with kernels for "
-                                                                                              "this GPU; this one has "
-                                                                                              f"{', '.join(torch.cuda.get_arch_list())}")
-    if not right:
-        return Check(f"gpu {number}", "fail", f"{found}: it miscounts", "restart the machine; if that does not help, "
-                                                                        "the GPU is broken")
-    free = torch.cuda.mem_get_info(device)[0]
-    if free < 0.8*about.total_memory:
-        return Check(f"gpu {number}", "warn", f"{found}, of which {free/GB:.0f} GB are free", "somebody else uses it "
-                                                                                              "(nvidia-smi says who); "
-                                                                                              "choose others with "
-                                                                                              "CUDA_VISIBLE_DEVICES")
-    if about.major < 8:
-        return Check(f"gpu {number}", "warn", f"{found}: no fast bf16", "works, slowly; GPUs since 2020 (compute "
-                                                                        "capability 8.0) are made for it")
-    return Check(f"gpu {number}", "ok", f"{found}, {free/GB:.0f} GB free, driver {driver()}")
+        return Check(name, "fail", f"{facts.name}: {str(error).partition(chr(10))[0]}",
+                     f"install a build of torch with kernels for this GPU; this one has {torch.cuda.get_arch_list()}")
+    free, total = torch.cuda.mem_get_info(number)
+    found = f"{facts.name}, {total/GB:.0f} GB, {free/GB:.0f} GB free, compute capability {facts.major}.{facts.minor}"
+    return judged(name, found, (not right, "fail", "it miscalculates: restart the machine, or replace the GPU"),
+                  (free < 0.8*total, "warn", "another process uses it; choose others with CUDA_VISIBLE_DEVICES"),
+                  (facts.major < 8, "warn", "no fast bf16; GPUs of compute capability 8.0 or later have it"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #15173194
 def check_attention() -> Check:
     "The attention kernel that `attention=auto` takes."
     from anchor_nb.models.attention import on_gpu, usable_attention
     usable = usable_attention()
-    slow = on_gpu() and usable[0] == "packed_sdpa"
-    return Check("attention", "warn" if slow else "ok", f"{usable[0]}" + (f"; also {', '.join(usable[1:])}"
-                                                                          if usable[1:] else ""), 'install torch 2.12 '
-                                                                                                  'or later, or pip '
-                                                                                                  'install "anchor_nb[flash]"' if slow else "")
+    return judged("attention", ", also ".join(usable), (on_gpu() and usable[0] == "packed_sdpa", "warn",
+                  'slow; install torch 2.12 or later, or pip install "anchor_nb[flash]"'))
 
 # %% ../../nbs/cli/01_doctor.ipynb #b3a35cce
 def check_precision() -> Check:
@@ -170,85 +128,44 @@ def check_precision() -> Check:
     precision, why = auto_precision(None) if on_gpu() else cpu_precision(widths.hidden, widths.mlp)
     return Check("precision", "ok", f"auto is {precision}: {why}")
 
-# %% ../../nbs/cli/01_doctor.ipynb #38a4247b
-def memory_limit() -> int: # bytes; 0 where there is none
-    "What the container allows this process."
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try: text = Path(path).read_text(encoding="utf-8").strip()
-        except OSError: continue
-        return int(text) if text.isdigit() and int(text) < 2**60 else 0
-    return 0
-
-# %% ../../nbs/cli/01_doctor.ipynb #6f5c415b
-def check_memory() -> Check:
-    "Main memory: all of it, and what is free."
-    import psutil
-    memory, limit = psutil.virtual_memory(), memory_limit()
-    free = min(memory.available, limit or memory.available)
-    found = (f"{min(memory.total, limit or memory.total)/GB:.0f} GB, {free/GB:.0f} GB free"
-             + (" (limit of the container)" if 0 < limit < memory.total else ""))
-    if free < 3*GB:
-        return Check("memory", "warn", found, "close other programs; `anchor-nb plan --model NAME` says what a model "
-                                              "needs")
-    return Check("memory", "ok", found)
-
 # %% ../../nbs/cli/01_doctor.ipynb #7afe72f0
 def check_disk(name: str, folder: Path, fix: str, least: float = 20*GB) -> Check: # least: below this, warn
-    "Whether a folder, or the one it will be made in, can be written to and has room."
-    there = next(place for place in (Path(folder).resolve(), *Path(folder).resolve().parents) if place.exists())
-    try: tempfile.TemporaryFile(dir=there).close()
+    "Whether a folder, or the one it will be made in, is writable and has room."
+    parent = next(place for place in (Path(folder).resolve(), *Path(folder).resolve().parents) if place.exists())
+    try: tempfile.TemporaryFile(dir=parent).close()
     except OSError as error: return Check(name, "fail", f"{folder} cannot be written to: {error.strerror}", fix)
-    free = shutil.disk_usage(there).free
-    return Check(name, "fail" if free < GB/2 else "warn" if free < least else "ok", f"{free/GB:.0f} GB free at "
-                                                                                    f"{folder}", fix if free < least
-                 else "")
-
-# %% ../../nbs/cli/01_doctor.ipynb #0d4c8557
-def check_shared_memory() -> Check:
-    "Where processes of a machine hand each other data; containers often have little of it."
-    size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
-    if size is None or size > GB/4:
-        return Check("shared memory", "ok", "not used here" if size is None else f"{size/GB:.1f} GB")
-    return Check("shared memory", "warn", f"{size/10**6:.0f} MB in /dev/shm", "start the container with --shm-size=8g, "
-                                                                              "or train with workers=0")
+    free = shutil.disk_usage(parent).free
+    return judged(name, f"{free/GB:.0f} GB free at {folder}", (free < GB/2, "fail", fix), (free < least, "warn", fix))
 
 # %% ../../nbs/cli/01_doctor.ipynb #057292dd
 def check_kernel() -> Check:
-    "Whether the kernel that runs the stages is that of this environment."
+    "Whether the kernel that runs the stages belongs to this environment."
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     try:
         with environment(jupyter_prefer_env_path=1): spec = KernelSpecManager().get_kernel_spec("python3")
     except NoSuchKernel: return Check("kernel", "fail", "there is no Jupyter kernel python3", "pip install ipykernel")
     # a bare name means this Python to Jupyter
     command = sys.executable if spec.argv[0].startswith("python") else shutil.which(spec.argv[0]) or spec.argv[0]
-    if Path(command).parent.resolve() == Path(sys.executable).parent.resolve():
-        return Check("kernel", "ok", f"python3 of this environment, ipykernel {installed('ipykernel')}")
-    return Check("kernel", "fail", f"the kernel python3 starts {command}, which is another environment",
-                 f"{sys.executable} -m ipykernel install --sys-prefix")
+    other = Path(command).parent.resolve() != Path(sys.executable).parent.resolve()
+    found = f"python3 starts {command}, in another environment" if other else "python3 of this environment"
+    return judged("kernel", found, (other, "fail", f"{sys.executable} -m ipykernel install --sys-prefix"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #6e6d00b9
-FOLDERS = ("give models and data as local folders, set HF_ENDPOINT to a mirror that can be reached, or copy the hub's "
-           "cache here and set HF_HUB_OFFLINE=1")
-
 def check_hub(online: bool = False, seconds: float = 5) -> Check: # online: ask the hub
     "Whether a model hub answers; without `online`, what is set."
     import httpx
     from huggingface_hub import constants, get_token, is_offline_mode
-    address = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-    known = (f"{len(list(Path(constants.HF_HUB_CACHE).glob('models--*')))} models in its cache, "
-             f"{'a' if get_token() else 'no'} login")
-    if not online:
-        return Check("hub", "ok",
-                     f"{'offline by HF_HUB_OFFLINE' if is_offline_mode() else 'not asked (--online asks)'}; {known}")
-    if is_offline_mode():
-        return Check("hub", "warn", f"HF_HUB_OFFLINE=1, so it is not asked; {known}", "unset HF_HUB_OFFLINE to use a "
-                                                                                      "hub")
+    address, offline = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT, is_offline_mode()
+    cached = len(list(Path(constants.HF_HUB_CACHE).glob("models--*")))
+    known = f"{cached} models cached, {'a' if get_token() else 'no'} login"
+    if offline or not online:
+        return judged("hub", f"{'offline by HF_HUB_OFFLINE' if offline else 'not asked (--online asks)'}; {known}",
+                      (online, "warn", "unset HF_HUB_OFFLINE to use a hub"))
     try: status = httpx.head(address, timeout=seconds).status_code
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Check("hub", "fail", f"{address} does not answer ({error}); {known}", FOLDERS)
-    if status >= 500:
-        return Check("hub", "fail", f"{address} answers with status {status}; {known}", f"try later, or {FOLDERS}")
-    return Check("hub", "ok", f"{address} answers; {known}")
+    except (httpx.HTTPError, httpx.InvalidURL) as error: status = str(error)
+    return judged("hub", f"{address} answers with {status}; {known}",
+                  (isinstance(status, str) or status >= 500, "fail",
+                   "try later, use local folders, set HF_ENDPOINT to a mirror, or copy the hub's cache here"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #b311cd2e
 HEARD = re.compile(r"(ANCHOR_NB|HF|CUDA|NCCL|OMP|PYTORCH|TRANSFORMERS|ACCELERATE|SLURM)_|(RANK|WORLD_SIZE)$")
@@ -257,76 +174,60 @@ def check_environment() -> Check:
     "The variables that change what happens; secrets hidden."
     heard = without_secrets({name: value for name, value in sorted(os.environ.items()) if HEARD.match(name)})
     found = ", ".join(f"{name}={value}" for name, value in heard.items()) or "nothing unusual is set"
-    if left := stale_ranks():
-        fix = ("unset them: no launcher runs here; anchor_nb ignores them, and other programs wait for processes that "
-               "nobody starts")
-        return Check("environment", "warn", f"left over: {', '.join(left)}; {found}", fix)
-    if already_launched():
-        return Check("environment", "fail", found, "training waits for other processes, since RANK and WORLD_SIZE are "
-                                                   "set: unset them, or start all processes with torchrun")
-    return Check("environment", "ok", found)
+    left = stale_ranks()
+    return judged("environment", f"left over: {', '.join(left)}; {found}" if left else found,
+                  (left, "warn", "unset them: no launcher runs here, and other programs would wait for one"),
+                  (already_launched(), "fail", "unset RANK and WORLD_SIZE, or training waits for other processes"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #20790c5e
 def check_smoke() -> Check:
     "Train the tiny model for two steps of stage I, and encode with it."
-    import math, numpy as np
+    import numpy as np
     from anchor_nb.core.recipe import Stage1
     from anchor_nb.data.corpora import build_corpus
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.training.trainer import train
-    began, said = time.monotonic(), io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said), environment(anchor_nb_progress="off", hf_datasets_disable_progress_bars=1):
+    began, printed = time.monotonic(), io.StringIO()
+    quiet = environment(anchor_nb_progress="off", hf_datasets_disable_progress_bars=1)
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed), redirect_stderr(printed), quiet:
         recipe = Stage1(model="tiny", data=str(build_corpus("toy")/"pairs"), out=folder, steps=2, global_batch=8,
-                        warmup_steps=1, learning_rate=1e-3,
-                        max_length=48, micro_tokens=256, save_steps=0, workers=0)
-        facts = launch(train, recipe, run_dir=folder)
-        vectors = AnchorEmbedder.from_pretrained(f"{folder}/model").encode(["a cat sleeps", "the river floods in "
-                                                                                            "spring"])
-    loss, lengths = facts["last"]["loss"], np.linalg.norm(vectors, axis=1)
-    if not math.isfinite(loss) or not np.allclose(lengths, 1, atol=1e-3):
-        return Check("smoke", "fail", f"loss {loss}, lengths {lengths.tolist()}", "the numbers are wrong: look at the "
-                                                                                  "lines on torch and GPU, and try "
-                                                                                  "ACCELERATE_USE_CPU=1")
-    return Check("smoke", "ok", "two steps of the tiny model trained, two texts encoded, in "
-                                f"{time.monotonic() - began:.0f} s")
+                        warmup_steps=1, learning_rate=1e-3, max_length=48, micro_tokens=256, save_steps=0, workers=0)
+        loss = launch(train, recipe, run_dir=folder)["last"]["loss"]
+        vectors = AnchorEmbedder.from_pretrained(f"{folder}/model").encode(["a cat sleeps", "the river floods"])
+    wrong = not np.isfinite(loss) or not np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
+    found = f"two steps trained, two texts encoded, in {time.monotonic() - began:.0f} s"
+    return judged("smoke", found, (wrong, "fail", "the numbers are wrong: see the lines on torch and GPU, and try "
+                                                  "ACCELERATE_USE_CPU=1"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #510e511c
 def found_by(name: str, check, *arguments) -> Check:
-    "The finding of a check, without secrets; its failure where it broke."
+    "The finding of a check, without secrets; fail where the check itself broke."
     try: found = check(*arguments)
     except Exception as error:
-        found = Check(name, "fail", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", "fix this first; if "
-                                                                                                   "it is a mystery, "
-                                                                                                   "report it with the "
-                                                                                                   "output of `anchor-nb doctor --json`")
+        found = Check(name, "fail", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                      "fix this first; if it is a mystery, report it with the output of `anchor-nb doctor --json`")
     return Check(*without_secrets(list(found)))
-
-def gpu_count() -> int:
-    "GPUs that torch sees."
-    import torch
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 # %% ../../nbs/cli/01_doctor.ipynb #501f43f8
 def checks(online: bool = False, # ask the model hub whether it is there; else nothing touches the network
            smoke: bool = True,   # train and encode, some ten seconds
-           say=lambda check: None, # told each finding when it is there
+           say=lambda check: None, # called with each finding
           ) -> list:             # of `Check`
-    "Look at everything that this package needs."
-    cache, work = cache_dir(), Path.cwd()
-    todo = [("python", check_python), ("packages", check_requirements), ("versions", check_tested),
-            ("extras", check_extras), ("torch", check_torch),
-            *((f"gpu {n}", check_gpu, n) for n in range(gpu_count() if find_spec("torch") else 0)),
-            ("attention", check_attention), ("precision", check_precision), ("memory", check_memory),
-            ("shared memory", check_shared_memory),
-            ("cache", check_disk, "cache", cache, "free some space there, or set ANCHOR_NB_CACHE to a folder on a "
-                                                  "larger disk", 5*GB),
-            ("working folder", check_disk, "working folder", work, "free some space there, or work in a folder on a "
-                                                                   "larger disk: runs are written to ./runs"),
-            ("kernel", check_kernel), ("hub", check_hub, online), ("environment", check_environment),
-            *([("smoke", check_smoke)] if smoke and (stale_ranks() or not already_launched()) else [])]
-    found = []
-    for entry in todo: found.append(found_by(*entry)); say(found[-1])
-    return found
+    "Check everything that this package needs."
+    import torch
+    space = "free some space, or {}"
+    todo = [("machine", check_machine), ("packages", check_requirements), ("torch", check_torch),
+            *((f"gpu {n}", check_gpu, n) for n in range(torch.cuda.device_count())),
+            ("attention", check_attention), ("precision", check_precision),
+            ("cache", check_disk, "cache", cache_dir(), space.format("set ANCHOR_NB_CACHE to another folder"), 5*GB),
+            ("working folder", check_disk, "working folder", Path.cwd(), space.format("work in another folder")),
+            ("kernel", check_kernel), ("hub", check_hub, online), ("environment", check_environment)]
+    if smoke and (stale_ranks() or not already_launched()): todo.append(("smoke", check_smoke))
+    findings = []
+    for entry in todo:
+        findings.append(found_by(*entry))
+        say(findings[-1])
+    return findings
 
 # %% ../../nbs/cli/01_doctor.ipynb #afcd299c
 def as_text(check: Check) -> str: # a line, or two

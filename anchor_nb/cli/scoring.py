@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/cli/03_scoring.ipynb #09539773
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -17,14 +16,15 @@ from ..core.settings import default
 from ..experiments.torchrun import read_pairs
 from ..experiments.stages import StageError, declared, run_stage, stage_notebook
 from ..runs.ledger import read_json
-from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile, Parameters, Preset, Quiet,
-                               answering, app, gather, parameter_help, spelled_out)
+from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile,
+                               Parameters, Preset, Quiet, answering, app, argument, gather, option,
+                               parameter_help, spelled_out)
 
 # %% ../../nbs/cli/03_scoring.ipynb #cfff1636
-Model = Annotated[str, typer.Argument(help=f"{MODEL_HELP}; none: the models of the parameters")]
-Benchmark = Annotated[str, typer.Option("--benchmark", help="a benchmark by name; `anchor-nb benchmarks` lists them")]
-Task = Annotated[list[str], typer.Option("--task", help="a task by name, or a folder; give it as often as you need")]
-DataRoot = Annotated[str, typer.Option("--data-root", help="folder with local copies of hub datasets, as owner/name")]
+Model = argument(str, f"{MODEL_HELP}; none: the models of the parameters")
+Benchmark = option(str, "a benchmark by name; `anchor-nb benchmarks` lists them", "--benchmark")
+Task = option(list[str], "a task by name, or a folder; give it as often as you need", "--task")
+DataRoot = option(str, "folder with local copies of hub datasets, as owner/name", "--data-root")
 
 def model_label(model: str) -> str: # runs/paper/anchor/model -> anchor
     "What a model is called in the ledger when it has no name."
@@ -33,7 +33,7 @@ def model_label(model: str) -> str: # runs/paper/anchor/model -> anchor
 
 def evaluate_parameters(model: str, benchmark: str, tasks: list, data_root: str, base: dict,
                         given: dict) -> dict: # base: preset and file; given: -p
-    "Parameters of the stage: -p before the words of the command, these before preset and file. Whoever says what to score gets nothing of the smoke run."
+    "Parameters of the stage: -p wins over options, options over preset and file; with either, no smoke defaults."
     words = dict(models={model_label(model): model}, bm25=False, snapshots=False) if model else {}
     words |= dict(benchmark=benchmark) if benchmark else {}
     words |= dict(tasks=list(tasks)) if tasks else {}
@@ -67,7 +67,7 @@ def evaluate(model: Model = "", benchmark: Benchmark = "", task: Task = [], data
 
 # %% ../../nbs/cli/03_scoring.ipynb #be511d12
 @app.command("benchmarks", rich_help_panel=SCORE)
-def list_benchmarks(name: Annotated[str, typer.Argument(help="show the tasks of this one")] = ""):
+def list_benchmarks(name: argument(str, "show the tasks of this one") = ""):
     "List the benchmarks by name, or the tasks of one."
     from anchor_nb.evaluation import benchmarks
     if not name: lines = [f"{key:14} {about}" for key, about in benchmarks.names().items()]
@@ -78,10 +78,9 @@ def list_benchmarks(name: Annotated[str, typer.Argument(help="show the tasks of 
 
 # %% ../../nbs/cli/03_scoring.ipynb #ad99ca8f
 @app.command("tables", rich_help_panel=SCORE)
-def paper_tables(ledger: Annotated[Path, typer.Argument(help="a ledger.jsonl, or the folder it lies in")],
-                 base: Annotated[str, typer.Option("--base", help="the backbone of our runs, as the paper calls it or "
-                                                                  "as a hub id")] = "",
-                 every: Annotated[bool, typer.Option("--all", help="list what was not run too")] = False):
+def paper_tables(ledger: argument(Path, "a ledger.jsonl, or the folder it lies in"),
+                 base: option(str, "the backbone of our runs, as the paper calls it or as a hub id") = "",
+                 every: option(bool, "list what was not run too", "--all") = False):
     "The paper's tables beside the scores of a ledger: value, difference, verdict."
     from anchor_nb.runs.ledger import read_rows
     from anchor_nb.evaluation.tables import expected_vs_obtained
@@ -94,13 +93,11 @@ def paper_tables(ledger: Annotated[Path, typer.Argument(help="a ledger.jsonl, or
 
 # %% ../../nbs/cli/03_scoring.ipynb #bae940f4
 @app.command("analyse", rich_help_panel=SCORE, help=f"{RECIPES['analyse'].__doc__}\n\n{parameter_help('analyse')}")
-def analyse(a: Annotated[str, typer.Argument(help="the model before: run folder, model folder, hub id or short name; "
-                                                  "none: that of the parameters")] = "",
-            b: Annotated[str, typer.Argument(help="the model after")] = "",
-            data: Annotated[str, typer.Option("--data", help="folder or file of rows with text, or hf:org/name")] = "",
-            again: Annotated[str, typer.Option("--again", help="b trained again with another seed")] = "",
-            quick: Annotated[bool, typer.Option("--quick", help="a few hundred texts, for a first look")] = False,
-            as_json: AsJson = False,
+def analyse(a: argument(str, "the model before: run folder, model folder, hub id or short name; none: that of the "
+                             "parameters") = "", b: argument(str, "the model after") = "",
+            data: option(str, "folder or file of rows with text, or hf:org/name") = "",
+            again: option(str, "b trained again with another seed") = "",
+            quick: option(bool, "a few hundred texts, for a first look", "--quick") = False, as_json: AsJson = False,
             parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, output: Output = None,
             dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
     words = {name: value for name, value in dict(a=a, b=b, data=data, again=again, quick=quick).items() if value}

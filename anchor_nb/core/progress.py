@@ -55,7 +55,7 @@ class Lines(tqdm):
         super().__init__(*args, **dict(bar_format=LINE) | how | dict(gui=True, mininterval=every, miniters=1))
 
     def display(self, msg=None, pos=None):
-        "Write a line; the next is due after `every` seconds, in long runs after 1/60 of the time gone, a minute at most."
+        "Write a line; the next is due after `every` seconds, or after 1/60 of the time gone, a minute at most."
         facts = self.format_dict
         self.mininterval = max(self.mininterval, min(60, facts["elapsed"]/60))
         print(self.format_meter(**facts), file=self.fp, flush=True)
@@ -73,7 +73,7 @@ def progress(items=None,           # what to go through; None: the caller calls 
              unit: str = " steps", # with a space in front
              initial: int = 0,     # how many were done before
              disable: bool = False, # draw nothing
-            ):                     # -> a tqdm bar: iterate over it, or `update()` it; `set_postfix_str`, `close`, `with`
+            ): # -> a tqdm bar: iterate over it, or `update()` it; `set_postfix_str`, `close`, `with`
     "A progress bar that fits whoever is watching: a bar, lines, or nothing."
     shown = "off" if disable else kind()
     how = dict(iterable=items, desc=desc, total=total, unit=unit, initial=initial)

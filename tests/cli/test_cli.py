@@ -1,5 +1,6 @@
 """The command line, and the whole pipeline through it on a tiny model."""
 import json
+import re
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from anchor_nb.cli.main import app
 from anchor_nb.runs.launch import LAUNCHERS
 from anchor_nb.core.presets import presets
 from anchor_nb.core.recipe import RECIPES
+from anchor_nb.core.settings import GROUPS, grouped
 
 COMMAND = Path(sys.executable).with_name("anchor-nb")
 
@@ -46,9 +48,13 @@ def test_stages_and_presets_are_listed():
 
 
 @pytest.mark.parametrize("stage", list(RECIPES))
-def test_help_lists_every_parameter(stage):
-    shown = invoke(stage, "--help").output
-    assert all(f"  {name}: " in shown for name in runs.notebook_defaults(RECIPES[stage]))
+def test_help_lists_the_first_group_and_help_all_every_parameter(stage):
+    shown, every = (invoke(stage, option).output for option in ("--help", "--help-all"))
+    groups = grouped(RECIPES[stage])
+    listed = lambda text: re.findall(r"^ +(\w+): (?:str|int|float|bool|list|dict)  ", text, re.M)
+    assert listed(shown) == [f.name for f in groups["first"]]
+    assert listed(every) == [f.name for members in groups.values() for f in members]
+    assert re.findall(r"^ *(.+) \(-p name=value\):$", every, re.M) == [GROUPS[group] for group in groups]
 
 
 @pytest.mark.parametrize("name, stage", [(name, stage) for name, stages in presets().items() for stage in stages])
@@ -183,23 +189,24 @@ def stubbed(monkeypatch, tmp_path):
     "Every command that has --json, with its work replaced, and with the words that it needs."
     import importlib
     def stub(place, found):
-        module, name = place.split(".")
+        module, _, name = place.rpartition(".")
         monkeypatch.setattr(importlib.import_module(f"anchor_nb.{module}"), name, noisy(found))
     facts = dict(rows=3, written=2, below=1, above=0, equal=1, near=0, contaminated=0)
-    stub("decoding.decode_from_anchor", [])
-    stub("duplicates.dedup_pairs", dict(datasets={"a": facts}, tests={}))
-    stub("doctor.checks", [])
-    stub("encoding.encode_corpus", dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
-    stub("card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md", readers={}))
-    stub("filters.filter_pairs", {"a": facts})
-    stub("merging.merge_models", dict(tensors=5, bytes=8))
-    stub("planning.report", [])
-    stub("planning.table", "nothing")
-    stub("hub.push", dict(files=[dict(bytes=8, path="README.md", sha256="ab")], bytes=8, left_out=[], plan="ab"))
-    stub("preset_files.methods", {})
-    stub("search.search_corpus", [dict(query="who?", hits=[])])
-    stub("sweeps.run_sweep", dict(done=1, failed={}, skipped=0, waiting=0, ledger="ledger.jsonl"))
-    stub("scoring_commands.run_stage", tmp_path/"x.ipynb")
+    stub("inference.decoding.decode_from_anchor", [])
+    stub("data.deduplication.dedup_pairs", dict(datasets={"a": facts}, tests={}))
+    stub("cli.doctor.checks", [])
+    stub("inference.corpus_encoding.encode_corpus",
+         dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
+    stub("release.card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md", readers={}))
+    stub("inference.filtering.filter_pairs", {"a": facts})
+    stub("release.merging.merge_models", dict(tensors=5, bytes=8))
+    stub("training.memory.report", [])
+    stub("training.memory.table", "nothing")
+    files = [dict(bytes=8, path="README.md", sha256="ab")]
+    stub("release.hub.push", dict(files=files, bytes=8, left_out=[], plan="ab"))
+    stub("inference.search.search_corpus", [dict(query="who?", hits=[])])
+    stub("experiments.sweeps.run_sweep", dict(done=1, failed={}, skipped=0, waiting=0, ledger="ledger.jsonl"))
+    stub("cli.scoring.run_stage", tmp_path/"x.ipynb")
     (tmp_path/"summary.json").write_text(json.dumps(dict(models={}, failed=[])))
     out = ["-p", f"out={tmp_path}", "-p", "data=pairs"]
     words = dict(decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
@@ -234,7 +241,8 @@ def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     job = invoke("submit", "stage1", "--slurm", "partition=gpu", "--slurm", "time=240", "--gpus", "8", "-p",
                  "out=runs/mine", "--dry-run")
-    assert job.exit_code == 0 and "#SBATCH --partition=gpu" in job.output and "#SBATCH --time=240" in job.output and "'processes': 8" in job.output, job.output
+    assert job.exit_code == 0, job.output
+    for words in ("#SBATCH --partition=gpu", "#SBATCH --time=240", "'processes': 8"): assert words in job.output
     shown = invoke("sweep", "alpha", "--dry-run")
     assert shown.exit_code == 0 and "stage1-" in shown.output and "waiting" in shown.output, shown.output
     assert list(tmp_path.iterdir()) == []

@@ -10,17 +10,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from anchor_nb.cli.doctor import check_environment, check_hub, check_kernel, check_smoke, found_by, requirements
+from anchor_nb.cli.doctor import check_environment, check_hub, check_kernel, check_smoke, found_by
 from anchor_nb.runs.launch import LAUNCHERS
 
 NO_NETWORK = """
 import socket
 connect = socket.socket.connect
 def local_only(self, address):
-    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"): raise AssertionError(f"the network was asked: {address}")
+    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        raise AssertionError(f"the network was asked: {address}")
     return connect(self, address)
 def no_names(name, *rest, **how):
-    if name not in ("127.0.0.1", "::1", "localhost", None, "", socket.gethostname()): raise AssertionError(f"the network was asked for {name}")
+    if name not in ("127.0.0.1", "::1", "localhost", None, "", socket.gethostname()):
+        raise AssertionError(f"the network was asked for {name}")
     return lookup(name, *rest, **how)
 socket.socket.connect, lookup, socket.getaddrinfo = local_only, socket.getaddrinfo, no_names
 """
@@ -113,8 +115,3 @@ def test_broken_training_is_noticed(monkeypatch):
                         lambda recipe: (_ for _ in ()).throw(RuntimeError("CUDA error: no kernel image is available")))
     found = found_by("smoke", check_smoke)
     assert found.status == "fail" and "no kernel image" in found.found
-
-
-def test_each_extra_has_requirements():
-    assert {one.name for one in requirements("lab")} >= {"jupyterlab", "ipywidgets"}
-    assert not {one.name for one in requirements()} & {one.name for one in requirements("lab")}

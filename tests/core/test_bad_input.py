@@ -83,8 +83,8 @@ def test_tokenizer_without_eos(tmp_path):
 
 
 def test_model_without_head(tmp_path):
-    assert "LlamaModel is no causal language model" in refused(tmp_path, model=changed_model(tmp_path, "config.json",
-                                                                                             architectures=["LlamaModel"]))
+    model = changed_model(tmp_path, "config.json", architectures=["LlamaModel"])
+    assert "LlamaModel is no causal language model" in refused(tmp_path, model=model)
 
 
 def test_model_that_is_not_there(tmp_path): assert "no-such" in refused(tmp_path, model="./no-such-model")
@@ -143,7 +143,8 @@ def test_data_changed_under_a_checkpoint(tmp_path):
     (dict(processes=9, global_batch=8), "global_batch=8 leaves some of 9 processes without an example"),
     (dict(attention="flash_attention_2"), "attention=auto runs everywhere")], ids=["data", "batch", "attention"])
 def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):
-    "The same from a stage notebook: the error is the notebook's, and what is left there would not block the mended command."
+    """The same from a stage notebook: the error is the notebook's, and what is left there would not block the mended
+    command."""
     (tmp_path/"data").mkdir()
     usual = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"out"))
     change = {name: str(tmp_path/"data") if value == "EMPTY" else value for name, value in change.items()}

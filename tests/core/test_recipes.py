@@ -40,7 +40,8 @@ PLACES = {"model", "data", "out", "micro_tokens", "save_steps", "snapshot_steps"
 @pytest.mark.parametrize("method, stage", STAGES)
 def test_a_preset_is_its_original_but_for_what_it_says(method, stage):
     "Option by option: each that a preset sets has an original, and each that differs from it is named on the card."
-    written = yaml.safe_load(Path(__file__).parent.parent.joinpath("originals.yaml").read_text(encoding="utf-8"))[method][stage]
+    originals = yaml.safe_load((Path(__file__).parent.parent/"originals.yaml").read_text(encoding="utf-8"))
+    written = originals[method][stage]
     assert (here := set(preset(method, stage)) - PLACES) <= set(written), f"no original of {here - set(written)}"
     recipe = RECIPES[stage](**full_preset(method, stage))
     card = " ".join(methods()[method]["differs"]) + (preset_folder()/method/f"{stage}.yaml").read_text(encoding="utf-8")

@@ -54,17 +54,16 @@ def offences(code: str) -> list:
     "What a module does that it should not."
     found = []
     for node in ast.walk(ast.parse(code)):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module
-                                                                                             or ""] if isinstance(node,
-                                                                                                                  ast.ImportFrom) else []
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Import): modules = [alias.name for alias in node.names]
         found += [f"line {node.lineno}: import {name}" for name in modules
                   if name.partition(".")[0] in FORBIDDEN_MODULES]
         if isinstance(node, ast.Call):
             name, given = ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             wrong = [key for key, value in SAFE_ONLY.items() if key in given and given[key] != repr(value)]
-            if name in FORBIDDEN_NAMES | FORBIDDEN_CALLS or name.endswith((".extractall",
-                                                                           ".extract")) or wrong or NEEDED.get(name,
-                                                                                                               "") not in {"", *given}:
+            unpacks = name.endswith((".extractall", ".extract"))
+            lacking = NEEDED.get(name, "") not in {"", *given}
+            if name in FORBIDDEN_NAMES | FORBIDDEN_CALLS or unpacks or wrong or lacking:
                 found.append(f"line {node.lineno}: "
                              f"{name}({', '.join(map('='.join, given.items())) if wrong else '...'})")
     return found
@@ -184,7 +183,8 @@ def test_remote_code_is_not_run(planted, tiny, monkeypatch):
     "A model or tokenizer that brings its own classes is refused, and nobody is asked whether it may."
     monkeypatch.setattr("builtins.input", lambda *_: "yes")
     (tiny/"planted.py").write_text(CODE.format(marker=str(planted.marker)))
-    config, tokens = json.loads((tiny/"config.json").read_text()), json.loads((tiny/"tokenizer_config.json").read_text())
+    config = json.loads((tiny/"config.json").read_text())
+    tokens = json.loads((tiny/"tokenizer_config.json").read_text())
     own = dict(AutoConfig="planted.Model", AutoModelForCausalLM="planted.Model", AutoModel="planted.Model")
     (tiny/"config.json").write_text(json.dumps(config | dict(model_type="planted", auto_map=own)))
     with pytest.raises(ValueError, match="(?i)custom code|trust_remote_code|planted"):
@@ -218,9 +218,7 @@ def test_tables_bring_no_code(planted, tmp_path):
     import pyarrow, pyarrow.parquet
     payload = {b"ARROW:extension:name": b"arrow.py_extension_type",
                b"ARROW:extension:metadata": pickle.dumps(Planted(planted.marker))}
-    schema = pyarrow.schema([pyarrow.field("query", pyarrow.string(), metadata=payload), pyarrow.field("positive",
-                                                                                                       pyarrow.string(),
-                                                                                                       metadata=payload)])
+    schema = pyarrow.schema([pyarrow.field(name, pyarrow.string(), metadata=payload) for name in ("query", "positive")])
     table = pyarrow.table([["a"]*9, ["b"]*9], schema=schema)
     (tmp_path/"data").mkdir()
     pyarrow.parquet.write_table(table, tmp_path/"data"/"rows.parquet")
@@ -297,8 +295,8 @@ def test_ids_and_manifests_name_no_files(tmp_path, monkeypatch):
     (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=name, text="x")) + "\n" for name in OUTSIDE))
     encoding.encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"a"/"out"), shard_rows=2)
     assert [name for ids, _ in encoding.open_encoded(tmp_path/"a"/"out") for name in ids] == OUTSIDE
-    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "a"} and [path.name
-                                                                                    for path in (tmp_path/"a").iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "a"}
+    assert [path.name for path in (tmp_path/"a").iterdir()] == ["out"]
     manifest = json.loads((tmp_path/"a"/"out"/"manifest.json").read_text())
     (tmp_path/"a"/"out"/"manifest.json").write_text(json.dumps(manifest | dict(shards=1, files=["../outside"], rows=2)))
     assert len(list(encoding.open_encoded(tmp_path/"a"/"out"))) == 1
@@ -416,7 +414,8 @@ def test_a_whole_stage_holds_no_secret(tmp_path, secrets):
         words = [word for name, value in (settings | changes).items() for word in ("-p", f"{name}={value}")]
         return warm.run([command, "stage1", *words], capture_output=True, text=True, env=environment, timeout=600)
     done = stage()
-    assert done.returncode == 0 and json.loads((tmp_path/"run"/"run.json").read_text())["status"] == "complete", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path/"run"/"run.json").read_text())["status"] == "complete", done.stderr
     # two leave notes of their failure
     failed = stage(model=f"https://user:{SECRETS['HF_TOKEN']}@host/model", out=str(tmp_path/"other"), processes=2)
     assert failed.returncode == 1 and "[hidden]" in failed.stderr, failed.stderr

@@ -203,7 +203,7 @@ shown = [pathlib.Path("sidebar.yml").read_text(), pathlib.Path("_quarto.yml").re
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
     few = tmp_path/"few"  # three notebooks: all would take minutes, since nbdev runs their imports
-    for name in ("core/00_recipe.ipynb", "index.ipynb", "stages/prepare.ipynb", "_quarto.yml", "styles.css"):
+    for name in ("core/01_recipe.ipynb", "index.ipynb", "stages/prepare.ipynb", "_quarto.yml", "styles.css"):
         (few/name).parent.mkdir(parents=True, exist_ok=True)
         (few/name).write_bytes((ROOT/"nbs"/name).read_bytes())
     monkeypatch.setattr(make_site, "NOTEBOOKS", few)

@@ -1,4 +1,5 @@
-"Faults injected into training: each stops it with a plain word, and the same command afterwards ends where a run without faults ends."
+"""Faults injected into training: each stops it with a plain word, and the same command afterwards ends where a run
+without faults ends."""
 import errno
 import json
 import os
@@ -207,7 +208,8 @@ def test_a_signal_writes_a_last_checkpoint(number, settings, whole):
 
 
 def test_two_kills_at_random_moments(tmp_path):
-    "The soak in small, two processes: SIGKILL of a rank or of all, in both stages. `make soak KILLS=20` is the large one."
+    """The soak in small, two processes: SIGKILL of a rank or of all, in both stages. `make soak KILLS=20` is the large
+    one."""
     done = soak.soak(2, seed=int.from_bytes(os.urandom(2), "big"), folder=tmp_path)
     print(done)
     assert (done["kills"], done["largest_weight_difference"], done["largest_metric_difference"]) == (2, 0, 0)

@@ -238,7 +238,8 @@ def test_linked_folders_are_looked_into(tmp_path):
 
 
 def test_tables_show_the_model_that_a_label_stands_for_now(tmp_path):
-    "A trained model takes the label of an untrained one, and gives it back; runs with other seeds stand beside each other."
+    """A trained model takes the label of an untrained one, and gives it back; runs with other seeds stand beside each
+    other."""
     from anchor_nb.evaluation.tables import comparable
     def row(value, step, manifest, seed):
         return dict(label="m", step=step, task="wiki", metric="ndcg_at_10", value=value, seed=0, training_seed=seed,

@@ -166,7 +166,8 @@ def rank_and_more(fail):
     if fail and accelerator.process_index == 1: raise ValueError("no such dataset")
     return accelerator.num_processes
 
-print("processes", launch(rank_and_more, False, processes=1, run_dir=out), launch(rank_and_more, fail, processes=2, run_dir=out))
+one = launch(rank_and_more, False, processes=1, run_dir=out)
+print("processes", one, launch(rank_and_more, fail, processes=2, run_dir=out))
 """
 
 

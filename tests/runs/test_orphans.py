@@ -1,4 +1,5 @@
-"Kernels, notebooks and commands that are interrupted, killed or told to stop: nothing of theirs is left running, and what they say is the cause."
+"""Kernels, notebooks and commands that are interrupted, killed or told to stop: nothing of theirs is left running, and
+what they say is the cause."""
 import os
 import signal
 import subprocess
@@ -162,5 +163,5 @@ def test_the_command_is_killed(how, tmp_path):
     if how == signal.SIGKILL: return
     last = rows(out)[-1]["step"]
     assert process.returncode == 130, said
-    assert f"stopped by SIGINT after step {last} of 5000, with a checkpoint; run the same command to go on" in said
+    assert f"stopped by SIGINT after step {last} of 5000, with a checkpoint; run the same command to resume" in said
     assert number_of(checkpoints(out)[-1]) == last

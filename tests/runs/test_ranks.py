@@ -169,7 +169,7 @@ def test_memory_runs_out_once_and_twice(tmp_path, monkeypatch):
         budgets.append(self.budget)
         raise torch.OutOfMemoryError("tried to allocate 20 GB")
     monkeypatch.setattr(training.ReconstructionStep, "run", hungry)
-    with pytest.raises(torch.OutOfMemoryError, match="goes on with 150"): train(recipe(Stage1, tmp_path/"run"))
+    with pytest.raises(torch.OutOfMemoryError, match="resumes with 150"): train(recipe(Stage1, tmp_path/"run"))
     with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*sharding=fsdp2"):
         train(recipe(Stage1, tmp_path/"run"))
     assert budgets == [300, 150]

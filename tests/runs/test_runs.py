@@ -1,4 +1,5 @@
-"""Manifests, ledger and the strict stage runner where a notebook cell cannot show it: kills, races, properties, broken notebooks."""
+"""Manifests, ledger and the strict stage runner where a notebook cell cannot show it: kills, races, properties, broken
+notebooks."""
 import json
 import os
 import shutil
@@ -287,7 +288,7 @@ def test_a_run_whose_notebook_failed_behind_it_is_not_finished(tmp_path):
 
 @pytest.mark.parametrize("ends, status, reason", [
     ("raise RuntimeError('no such row')", "failed", "RuntimeError: no such row"),
-    ("raise KeyboardInterrupt", "stopped", "stopped by SIGINT at once; run the same command to go on"),
+    ("raise KeyboardInterrupt", "stopped", "stopped by SIGINT at once; run the same command to resume"),
     ("raise Stopped('stopped by SIGINT after step 7')", "stopped", "stopped by SIGINT after step 7"),
     ("finish_run(out)", "complete", None)])
 def test_a_cell_that_fails_by_hand_is_on_record(ends, status, reason, tmp_path, monkeypatch, capsys):
@@ -450,17 +451,18 @@ def test_papermill_takes_every_preset_as_it_is():
     for name, stages in preset_files.presets().items():
         for stage_name in stages:
             parameters = preset_files.preset(name, stage_name)
-            assert stage_runs.checked(stage_runs.stage_notebook(stage_name),
-                                      parameters) == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
+            taken = stage_runs.checked(stage_runs.stage_notebook(stage_name), parameters)
+            assert taken == parameters, f"{name}/{stage_name}: a value papermill would pass on with another type"
 
 
 @pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in preset_files.presets().items()
                                               for stage in stages])
 def test_plain_papermill_with_a_preset_is_that_preset(name, stage_name):
-    "`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over the recipe's defaults."
+    """`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over
+    the recipe's defaults."""
     from anchor_nb.experiments.pipeline import full_preset
-    assert {**runs.notebook_defaults(RECIPES[stage_name]), **preset_files.preset(name, stage_name)} == full_preset(name,
-                                                                                                                   stage_name)
+    defaults = runs.notebook_defaults(RECIPES[stage_name])
+    assert defaults | preset_files.preset(name, stage_name) == full_preset(name, stage_name)
 
 
 def test_no_cell_begins_after_a_signal(tmp_path):
