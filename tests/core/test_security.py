@@ -296,12 +296,12 @@ def test_ids_and_manifests_name_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=name, text="x")) + "\n" for name in OUTSIDE))
     encoding.encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"a"/"out"), shard_rows=2)
-    assert [name for ids, _ in encoding.open_encoded(tmp_path/"a"/"out") for name in ids] == OUTSIDE
+    assert [name for ids, _ in encoding.Encoded(tmp_path/"a"/"out") for name in ids] == OUTSIDE
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "a"} and [path.name
                                                                                     for path in (tmp_path/"a").iterdir()] == ["out"]
     manifest = json.loads((tmp_path/"a"/"out"/"manifest.json").read_text())
     (tmp_path/"a"/"out"/"manifest.json").write_text(json.dumps(manifest | dict(shards=1, files=["../outside"], rows=2)))
-    assert len(list(encoding.open_encoded(tmp_path/"a"/"out"))) == 1
+    assert len(list(encoding.Encoded(tmp_path/"a"/"out"))) == 1
 
 
 def test_links_are_not_followed_out_of_a_run(tmp_path):
