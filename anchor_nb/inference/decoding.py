@@ -7,8 +7,7 @@ __all__ = ['DIRECTIONS', 'can_write', 'anchors_of', 'rules_of', 'given_tokens', 
            'others', 'remembered']
 
 # %% ../../nbs/inference/04_decoding.ipynb #10100c0a
-import copy
-import os
+import copy, os
 from collections import Counter
 from dataclasses import fields
 from threading import Lock
@@ -29,6 +28,7 @@ def can_write(embedder: AnchorEmbedder) -> bool:
     "Whether the model has a language-model head."
     return embedder.lm.get_output_embeddings() is not None
 
+# %% ../../nbs/inference/04_decoding.ipynb #494412f5
 @torch.inference_mode()
 def anchors_of(embedder: AnchorEmbedder,
                texts: list,  # of `prompts.Tokens`, from `embedder.formatter`
@@ -72,6 +72,7 @@ def writing(embedder: AnchorEmbedder, eos: int): # eos: id of [EOS], where a tex
     lm.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=eos, use_cache=True)
     return lm
 
+# %% ../../nbs/inference/04_decoding.ipynb #fe883490
 def eos_of(embedder: AnchorEmbedder) -> int:
     "The id of [EOS]."
     return embedder.formatter.tokenizer.convert_tokens_to_ids(embedder.formatter.layout.eos)
@@ -82,6 +83,7 @@ def given_tokens(embedder: AnchorEmbedder, rules: DecodeRules, instruction: str 
     if rules.decode_from == "content": return []
     return os.path.commonprefix([text.ids[:text.start] for text in embedder.formatter(["x", "The", "a"], instruction)])
 
+# %% ../../nbs/inference/04_decoding.ipynb #0d68f443
 @torch.inference_mode()
 def write(embedder: AnchorEmbedder,
           anchors: Tensor,           # [texts, hidden], from `anchors_of`, or any other vectors of that size
@@ -189,6 +191,7 @@ def token_overlap(written: list, # token ids
     shared = sum((Counter(written) & Counter(target)).values())
     return shared/max(1, len(target)), shared/max(1, len(written))
 
+# %% ../../nbs/inference/04_decoding.ipynb #46b27113
 def generation_libraries() -> tuple: # (sacrebleu, the module rouge_scorer)
     "The libraries behind BLEU and ROUGE; ImportError says how to install them."
     try:
@@ -199,6 +202,7 @@ def generation_libraries() -> tuple: # (sacrebleu, the module rouge_scorer)
                           'pip install "anchor_nb[generation]"') from None
     return sacrebleu, rouge_scorer
 
+# %% ../../nbs/inference/04_decoding.ipynb #d131cee5
 def text_scores(written: list,  # strings
                 targets: list,  # strings, as many
                ) -> dict:       # bleu of the whole corpus, mean rouge_l; in [0, 1]

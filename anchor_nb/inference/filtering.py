@@ -35,6 +35,7 @@ def score_rows(rows: Iterable,      # in the common form
         for query, (_, row) in zip(queries, part):
             yield tuple([float(query @ vectors[text]) for text in row[side]] for side in ("positives", "negatives"))
 
+# %% ../../nbs/inference/03_filtering.ipynb #c73e8949
 def stored_scores(name: str, rows: Iterable) -> Iterator: # as `score_rows`
     "The scores that rows carry; ValueError names the first row without."
     for number, row in enumerate(rows):
@@ -68,6 +69,7 @@ def check_ends(minimum: float, maximum: float, each: str, format: str, out: str)
         raise ValueError("out is empty; name a folder for the pairs that are left")
     ending(format)
 
+# %% ../../nbs/inference/03_filtering.ipynb #ff59b37e
 def margin_summary(scores: list, # of each row
                    minimum: float, maximum: float, bins: int = 40) -> dict: # plain values
     "Counts and a histogram of the margins of rows."

@@ -21,8 +21,8 @@ from ..data.corpora import training_instructions
 from ..runs.launch import usable_gpus
 from ..models.embedder import chain
 from ..models.resolve import find_model
-from .corpus_encoding import (Encoded, Encoding, corpus_sources, encode_corpus, entries, planned,
-                                                 survey, vector_identity)
+from .corpus_encoding import (Encoded, Encoding, corpus_sources, encode_corpus, located, planned,
+                                                 survey_all, vector_identity)
 from .search import Top
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #d2a20e97
@@ -49,6 +49,7 @@ class Near(NamedTuple):
     numbers: torch.Tensor # [queries, k] of documents
     known: torch.Tensor   # [pairs] scores of the known documents, query by query
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #3b782472
 def choose(near: Near,
            limit: torch.Tensor, # [queries] the highest score that a negative may have
            rules: Mine,
@@ -108,6 +109,7 @@ class Words:
         words, = self.cut([query], return_ids=False)
         return self.index.get_scores(words) if words else np.zeros(self.count, np.float32)
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #454ecbc4
 def nearest_by_words(queries: list, # texts
                      words: Words, known: list, k: int) -> Near:
     "The `k` best documents of each query by BM25, without those that share no word."
@@ -125,6 +127,7 @@ def key_of(text: str) -> bytes:
     "Equal for texts that differ in case and spacing only."
     return hashlib.blake2b(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #b84773fe
 class Pool:
     "Distinct texts in a file, each with a number: its row in the file."
     def __init__(self, path: Path):
@@ -157,9 +160,7 @@ def pool_texts(table: Iterable, # rows in the common form
         answers[query].update(dict.fromkeys(positives))
         kept = [pool.add(text) for text in row["negatives"]] if recipe.keep_existing else []
         rows.append((query, positives, kept))
-    for source in corpus_sources(recipe.corpus) if recipe.corpus else []:
-        for piece in survey(source, 16384)[1]:
-            for text in entries(piece)[1]: pool.add(text)
+    for *_, text in located(survey_all(recipe.corpus, 16384)[2]) if recipe.corpus else (): pool.add(text)
     known, counts = [], []
     for query, positives, kept in rows:
         positives = positives + [n for n in answers[query] if n not in positives]
@@ -184,6 +185,7 @@ def vectors_of(texts: Path, # a file of texts
                       precision=precision, **settings)
     return Encoded(out, unit=True)
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #4027417a
 def instruction_of(name: str, recipe: Mine): # -> function of row and its number
     "The instruction of each row of a dataset: its own, else the dataset's, as in training."
     table = training_instructions(recipe.instructions)
@@ -204,6 +206,7 @@ def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine) -> It
             yield part, nearest(vectors, (shard for _, shard in documents), [known[n] for n in part], recipe.last_rank,
                                 device="cuda" if usable_gpus() else "cpu")
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #4ca59ebb
 def near_by_words(table, pool: Pool, known: list, recipe: Mine,
                   batch: int = 4096) -> Iterator: # of (row numbers, `Near`)
     "Search by BM25, `batch` queries at a time."
@@ -223,6 +226,7 @@ class Mined(NamedTuple):
     best: float     # the best score of another document
     refused: int    # candidates in the window of ranks that score too high
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #50b13957
 def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> dict: # row number -> `Mined`
     "Find the negatives of every row."
     known, counts = pool_texts(table, pool, recipe)
@@ -244,6 +248,7 @@ def rounded(scores: list) -> list: # fp32 has no more digits than these
     "Scores as they are written."
     return [float(f"{score:.7g}") for score in scores]
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #a82f84b2
 def mined_rows(name: str, table, pool: Pool, mined: dict,
                recipe: Mine) -> Iterator: # of rows in the common form, with scores
     "Rows with their new negatives, as the recipe wants them."
@@ -264,6 +269,7 @@ def quantiles(values: np.ndarray) -> dict: # "5%" ... "95%" -> value; empty wher
     if not len(values): return {}
     return {f"{q}%": round(float(np.percentile(values, q)), 4) for q in (5, 25, 50, 75, 95)}
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #77cd287c
 def summary(mined: list, # of `Mined`
             documents: int, recipe: Mine, bins: int = 40) -> dict: # plain values
     "Counts, quantiles and histograms of what was mined."
@@ -288,6 +294,7 @@ def check_columns(table, source: str):
         except ValueError as error:
             raise ValueError(f"{source}, row {number}: {error}") from None
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #45f64f0b
 def check_left(name: str, mined: dict, recipe: Mine):
     "ValueError when incomplete=drop would leave no row of a dataset."
     most = max((len(row.numbers) for row in mined.values()), default=0)
@@ -311,6 +318,7 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
         for name, table in tables.items(): check_columns(table, sources[name])
     return tables, {name: dict(sha256=content_hash(source), rows=len(tables[name])) for name, source in sources.items()}
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #b62c25c6
 def mine(recipe: Mine) -> dict: # dataset -> its report
     "Mine every dataset: new pairs in `pairs`, the report in `report.json`."
     tables, _ = check_pairs(recipe)

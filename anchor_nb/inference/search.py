@@ -20,8 +20,8 @@ from ..core.redaction import without_secrets
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, unboxed, whole_number
 from ..models.embedder import AnchorEmbedder
-from .corpus_encoding import (Encoded, corpus_sources, differences, entries, loaded, survey,
-                                                 vector_identity)
+from .corpus_encoding import (Encoded, corpus_sources, differences, loaded, located,
+                                                 survey_all, vector_identity)
 
 # %% ../../nbs/inference/01_search.ipynb #4d2d1b0a
 class Found(NamedTuple):
@@ -36,6 +36,7 @@ def by_faiss(queries: np.ndarray, corpus: np.ndarray, k: int) -> tuple: # (score
         raise ValueError('backend=faiss needs faiss: pip install "anchor_nb[search]", or use backend=torch') from None
     return faiss.knn(queries, corpus, k, metric=faiss.METRIC_INNER_PRODUCT)
 
+# %% ../../nbs/inference/01_search.ipynb #81b1c0d3
 @torch.inference_mode()
 def by_torch(queries: torch.Tensor, corpus: torch.Tensor, k: int,
              cells: int = 2**25) -> tuple: # cells: scores in memory at a time; 128 MB
@@ -121,6 +122,7 @@ class Hit(NamedTuple):
     score: float # cosine with the query
     text: str    # empty where only vectors were stored
 
+# %% ../../nbs/inference/01_search.ipynb #b23dffc9
 class Index:
     "Documents that can be searched: `Index(embedder, texts).search(query)`."
     def __init__(self, embedder: AnchorEmbedder,
@@ -166,6 +168,7 @@ class Index:
 # %% ../../nbs/inference/01_search.ipynb #9a10a664
 MANIFEST = "index.json"
 
+# %% ../../nbs/inference/01_search.ipynb #5b44f96a
 def save(index: Index, folder: str | Path) -> Path: # the folder
     "Write an index, in place of an older one; ValueError where the folder holds something else."
     folder = Path(folder)
@@ -181,6 +184,7 @@ def save(index: Index, folder: str | Path) -> Path: # the folder
         seal(part)
     return folder
 
+# %% ../../nbs/inference/01_search.ipynb #3f0855a7
 def load(cls, embedder: AnchorEmbedder, # the one that it was made with
          folder: str | Path,
          verify: bool = True,           # compare the files with the recorded hashes
@@ -205,21 +209,18 @@ Index.save, Index.load = save, classmethod(load)
 def read_corpus(corpus: str, field: str = "",
                 id_field: str = "") -> tuple: # (id: text, hashes of its files); see `Encoding` for the fields
     "All documents of a corpus; ValueError names file, line and fix."
-    documents, contents, first = {}, [], 0
-    for source in corpus_sources(corpus):
-        content, pieces = survey(source, 16384, first)
-        contents.append(content)
-        for piece in pieces:
-            for name, text in zip(*entries(piece, field, id_field)):
-                if name in documents:
-                    raise ValueError(f"{source}: the id {name!r} occurs twice; ids are unique in a corpus, or name "
-                                     "another field as id_field")
-                documents[name] = text
-        first += sum(piece.rows for piece in pieces)
+    _, hashes, pieces = survey_all(corpus, 16384)
+    documents = {}
+    for place, name, text in located(pieces, field, id_field):
+        if name in documents:
+            raise ValueError(f"{place}: the id {name!r} occurs twice; give every text a unique id, or name another "
+                             "field as id_field")
+        documents[name] = text
     if not documents:
         raise ValueError(f"{corpus} holds no document; give a corpus with at least one")
-    return documents, contents
+    return documents, hashes
 
+# %% ../../nbs/inference/01_search.ipynb #e6e081f5
 def from_shards(cls, embedder: AnchorEmbedder,
                 folder: str | Path,    # what `encode_corpus` wrote
                 corpus: str = "",      # where the texts are; empty: hits have none
@@ -259,6 +260,7 @@ def check_unused(corpus: str, stored: bool, **given): # stored: an index, not sh
         raise ValueError(f"{corpus} holds vectors already, for which {unused[0]} has no meaning; leave it out, or name "
                          "the corpus itself")
 
+# %% ../../nbs/inference/01_search.ipynb #82fc4889
 def reopen(embedder: AnchorEmbedder, keep: str, documents: dict, truncate_dim: int) -> Index:
     "The index of `keep`; ValueError where it holds other documents or dimensions."
     index = Index.load(embedder, keep)
