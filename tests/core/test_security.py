@@ -288,7 +288,7 @@ def test_the_name_of_a_task_is_no_path(name, tmp_path):
     (tmp_path/"task.json").write_text(json.dumps(dict(name="fine (2026)", instruction="")))
     assert tasks.read_retrieval(tmp_path).name == "fine (2026)"
     (tmp_path/"task.json").write_text(json.dumps(dict(name=name, instruction="")))
-    with pytest.raises(ValueError, match='task.json: field "name"'): tasks.read_retrieval(tmp_path)
+    with pytest.raises(ValueError, match="task.json, field 'name'"): tasks.read_retrieval(tmp_path)
 
 
 def test_ids_and_manifests_name_no_files(tmp_path, monkeypatch):
