@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from ..core.recipe import Stage1, Stage2
 from ..data.prompts import Formatter
-from ..data.few_shot import with_shots
+from ..data.prompts import with_shots
 from ..data.rows import Batches, examples, generator
 from ..models.packing import cut_by_tokens
 from ..models.pooling import pack_texts

@@ -26,7 +26,7 @@ def refused(tmp_path, stage=Stage1, **changes) -> str:
 
 
 @pytest.mark.parametrize("line, expected", [
-    ('{"query": "a", "positive"', "no valid JSON"),
+    ('{"query": "a", "positive"', "not valid JSON"),
     ('{"query": "a"}', "field 'positive' is missing"),
     ('{"positive": "a"}', "field 'query' is missing"),
     ('{"query": "a", "positive": "  "}', "field 'positive' is empty"),

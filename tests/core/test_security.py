@@ -286,7 +286,7 @@ def test_the_name_of_a_task_is_no_path(name, tmp_path):
     (tmp_path/"task.json").write_text(json.dumps(dict(name="fine (2026)", instruction="")))
     assert tasks.read_retrieval(tmp_path).name == "fine (2026)"
     (tmp_path/"task.json").write_text(json.dumps(dict(name=name, instruction="")))
-    with pytest.raises(ValueError, match='task.json: field "name"'): tasks.read_retrieval(tmp_path)
+    with pytest.raises(ValueError, match="task.json, field 'name'"): tasks.read_retrieval(tmp_path)
 
 
 def test_ids_and_manifests_name_no_files(tmp_path, monkeypatch):
@@ -294,12 +294,12 @@ def test_ids_and_manifests_name_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     (tmp_path/"corpus.jsonl").write_text("".join(json.dumps(dict(_id=name, text="x")) + "\n" for name in OUTSIDE))
     encoding.encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"a"/"out"), shard_rows=2)
-    assert [name for ids, _ in encoding.open_encoded(tmp_path/"a"/"out") for name in ids] == OUTSIDE
+    assert [name for ids, _ in encoding.Encoded(tmp_path/"a"/"out") for name in ids] == OUTSIDE
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "a"}
     assert [path.name for path in (tmp_path/"a").iterdir()] == ["out"]
     manifest = json.loads((tmp_path/"a"/"out"/"manifest.json").read_text())
     (tmp_path/"a"/"out"/"manifest.json").write_text(json.dumps(manifest | dict(shards=1, files=["../outside"], rows=2)))
-    assert len(list(encoding.open_encoded(tmp_path/"a"/"out"))) == 1
+    assert len(list(encoding.Encoded(tmp_path/"a"/"out"))) == 1
 
 
 def test_links_are_not_followed_out_of_a_run(tmp_path):

@@ -1,4 +1,4 @@
-"Decoding from anchors: equal to the training pass for every family, from runs of both stages, into the ledger, and without the extra."
+"Decoding: the training pass for every family, runs of both stages, the ledger, and without the extra."
 import json
 import subprocess
 import sys
@@ -29,10 +29,8 @@ TEXTS = ["Who bakes bread?", "a", "", "the river floods in spring " * 30, "naïv
 AUTHORS = dict(decode_from="sequence", target_template=True, target_eos=False, hide_template=True)
 FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, {}), "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
             "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=8)),
-            "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)), "gemma3": (Gemma3ForCausalLM,
-                                                                                                  Gemma3TextConfig,
-                                                                                                  dict(head_dim=8,
-                                                                                                       sliding_window=128))}
+            "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
+            "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, dict(head_dim=8, sliding_window=128))}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +73,7 @@ def test_writing_is_the_training_pass_token_by_token(models, family, bidirection
     embedder = AnchorEmbedder.from_pretrained(str(models/family), precision="fp64", max_length=64,
                                               bidirectional=bidirectional, pooling="mean" if bidirectional else "")
     for rules in (DecodeRules(), DecodeRules(**AUTHORS)):
-        anchors, given = anchors_of(embedder, embedder.formatter(TEXTS)), given_tokens(embedder, rules,
-                                                                                       "find the person")
+        anchors, given = anchors_of(embedder, embedder.formatter(TEXTS)), given_tokens(embedder, rules, "find it")
         written = write(embedder, anchors, given, max_new_tokens=12, hide_given=rules.hide_template)
         assert written == [step_by_step(embedder, anchor, given, 12, rules.hide_template) for anchor in anchors]
         assert len({tuple(ids) for ids in written}) > 1, "anchors make no difference, so this test sees nothing"
@@ -91,13 +88,13 @@ def test_neither_batch_nor_budget_nor_company_change_what_is_written(models):
     embedder.micro_tokens = 10
     assert torch.allclose(anchors_of(embedder, formatted), anchors, atol=1e-9)
     assert torch.allclose(torch.cat(target_losses(embedder, anchors, formatted)), losses, atol=1e-5)
-    assert write(embedder, anchors, batch=2, max_new_tokens=9) == sum((write(embedder, one[None], max_new_tokens=9)
-                                                                       for one in anchors), [])
+    alone = [write(embedder, anchor[None], max_new_tokens=9)[0] for anchor in anchors]
+    assert write(embedder, anchors, batch=2, max_new_tokens=9) == alone
     before = torch.random.get_rng_state()
     first = decode_from_anchor(embedder, TEXTS, samples=2, seed=5, max_new_tokens=9)
-    assert first == decode_from_anchor(embedder, TEXTS, samples=2, seed=5, max_new_tokens=9) and torch.equal(before,
-                                                                                                             torch.random.get_rng_state())
-    assert [len(one.samples) for one in first] == [2]*len(TEXTS)
+    assert first == decode_from_anchor(embedder, TEXTS, samples=2, seed=5, max_new_tokens=9)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert [len(decoding.samples) for decoding in first] == [2]*len(TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -112,17 +109,17 @@ def chain(tmp_path_factory):
 
 def test_checkpoints_of_both_stages_write_by_the_rules_of_stage_one(chain):
     "Every checkpoint of a chain says how stage I decoded, and is decoded so."
-    assert ((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((((rules_of(str(chain/"one")) == rules_of(str(chain/"two")) == rules_of(str(chain/"two/snapshots/step-2")) == DecodeRules(**AUTHORS)))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))))
     for where in (chain/"one", chain/"two", chain/"two/snapshots/step-2"):
+        assert rules_of(str(where)) == DecodeRules(**AUTHORS)
         embedder = AnchorEmbedder.from_pretrained(str(where))
-        asked, said = "Find the person", "the smith"
-        found = decode_from_anchor(str(where), [said], asked, samples=1, max_new_tokens=8)
-        assert found == decode_from_anchor(embedder, [said], asked, samples=1, max_new_tokens=8,
+        instruction, words = "Find the person", "the smith"
+        found = decode_from_anchor(str(where), [words], instruction, samples=1, max_new_tokens=8)
+        assert found == decode_from_anchor(embedder, [words], instruction, samples=1, max_new_tokens=8,
                                            rules=DecodeRules(**AUTHORS))
         assert isinstance(found[0].text, str) and len(found[0].samples) == 1
-        text, = embedder.formatter([said], asked)
-        assert given_tokens(embedder, DecodeRules(**AUTHORS), asked) == text.ids[:text.start]
-    assert given_tokens(embedder, DecodeRules(), asked) == []
+        text, = embedder.formatter([words], instruction)
+        assert given_tokens(embedder, DecodeRules(**AUTHORS), instruction) == text.ids[:text.start]
+    assert given_tokens(embedder, DecodeRules(), instruction) == []
 
 
 @pytest.mark.parametrize("how", [dict(), dict(anchor_scale=0.1), dict(anchor_norm=False)], ids=str)
@@ -150,10 +147,9 @@ def test_reconstructions_go_into_the_ledger_beside_the_scores(tmp_path):
     assert first.returncode == 0, first.stderr[-2000:]
     ledger = read_rows(tmp_path/"runs/evaluate/ledger.jsonl")
     ours = [row for row in ledger if row["type"] == "Reconstruction"]
-    assert len(ours) == 32 and {row["task"] for row in ours} == {"reconstruction:toy"} and not any(row["main"]
-                                                                                                   for row in ours)
-    assert {row["queries"] for row in ours} == {3} and {row["evaluation"] for row in ours} == {row["evaluation"]
-                                                                                               for row in ledger}
+    assert len(ours) == 32 and {row["task"] for row in ours} == {"reconstruction:toy"}
+    assert not any(row["main"] for row in ours) and {row["queries"] for row in ours} == {3}
+    assert {row["evaluation"] for row in ours} == {row["evaluation"] for row in ledger}
     assert ([row["task"] for row in comparable(ledger)] == ["toy"]
             and json.loads(first.stdout)["tasks"].keys() == {"toy"})
 

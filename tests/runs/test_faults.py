@@ -124,7 +124,7 @@ def test_a_damaged_arrow_cache_is_built_anew(damage, settings, whole, tmp_path, 
     table = next(iter(check_inputs(settings).tables.values()))
     damage(Path(table.cache_files[0]["filename"]))
     del table
-    with pytest.warns(UserWarning, match="damaged and is built anew"): assert_goes_on(settings, whole, 1)
+    with pytest.warns(UserWarning, match="damaged; rebuilding"): assert_goes_on(settings, whole, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         check_inputs(settings)

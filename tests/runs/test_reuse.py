@@ -7,7 +7,7 @@ import pytest
 
 from anchor_nb.inference import hard_negatives as mining
 from anchor_nb.models.embedder import AnchorEmbedder
-from anchor_nb.inference.corpus_encoding import encode_corpus, loaded, open_encoded, planned, vector_identity
+from anchor_nb.inference.corpus_encoding import encode_corpus, loaded, Encoded, planned, vector_identity
 from anchor_nb.data.prompts import Formatter, Layout
 from anchor_nb.core.recipe import Mine
 from anchor_nb.inference.search import Index, open_index
@@ -71,7 +71,7 @@ def test_the_same_embedder_finds_all(stores):
     # what the checkpoint says, in words; it has no prompts
     for said in (dict(pooling="eos"), dict(max_length=512), dict(role="query")):
         assert encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(folder/"shards"), **said)["made_shards"] == 0
-    assert open_encoded(folder/"shards").manifest["embedder"] == vector_identity(*planned("tiny"))
+    assert Encoded(folder/"shards").manifest["embedder"] == vector_identity(*planned("tiny"))
 
 
 @pytest.mark.parametrize("said, message", [
@@ -122,7 +122,7 @@ def test_a_kept_index_is_of_these_documents(stores, tmp_path, how):
 def test_mining_stores_vectors_by_all_that_decides_them(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(mining, "encode_corpus", lambda texts, model, out, *_, **how: made.append(out))
-    monkeypatch.setattr(mining, "open_encoded", lambda out, unit: out if out in made or str(out) in made
+    monkeypatch.setattr(mining, "Encoded", lambda out, unit: out if out in made or str(out) in made
                         else (_ for _ in ()).throw(FileNotFoundError(out)))
     def folder(texts="a", instruction="", role="document", precision="fp32", **said):
         monkeypatch.setattr("anchor_nb.inference.corpus_encoding.usable_gpus", lambda: precision == "bf16")

@@ -16,7 +16,7 @@ import pytest
 import warm
 from anchor_nb.inference import corpus_encoding as encoding
 from anchor_nb.models.resolve import resolve_model
-from anchor_nb.inference.corpus_encoding import encode_corpus, open_encoded, shard_file
+from anchor_nb.inference.corpus_encoding import encode_corpus, Encoded, shard_file
 
 ENCODE = """
 import json, sys
@@ -95,11 +95,11 @@ def test_killed_twice_is_the_uninterrupted_run(tmp_path, uninterrupted):
     print("killed at shard", stops)
     for stop, processes in zip(stops, (1, 2)):
         killed(start(out=str(tmp_path/"killed"), processes=processes, **settings), tmp_path/"killed", stop)
-    with pytest.raises(ValueError, match="lacks"): open_encoded(tmp_path/"killed")
+    with pytest.raises(ValueError, match="lacks"): Encoded(tmp_path/"killed")
     last = ended(start(out=str(tmp_path/"killed"), processes=2, **settings))
     assert content(tmp_path/"killed") == whole
     assert (last["rows"], last["complete"]) == (rows, True) and stops[1] <= shards - last["made_shards"] < shards
-    assert [name for ids, _ in open_encoded(tmp_path/"killed") for name in ids] == [f"{n*7919 % rows}ü"
+    assert [name for ids, _ in Encoded(tmp_path/"killed") for name in ids] == [f"{n*7919 % rows}ü"
                                                                                     for n in range(rows)]
     print(json.dumps(last))
 
@@ -138,7 +138,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, fake):
         corpus = write_corpus(tmp_path/f"{rows}.jsonl", rows)
         tracemalloc.start()
         encode_corpus(corpus, "tiny", str(tmp_path/str(rows)), shard_rows=1000)
-        total = sum(len(ids) for ids, _ in open_encoded(tmp_path/str(rows)))
+        total = sum(len(ids) for ids, _ in Encoded(tmp_path/str(rows)))
         peaks[rows], _ = tracemalloc.get_traced_memory()[1], tracemalloc.stop()
         assert total == rows
     assert peaks[50_000] < 1.2*peaks[5_000] + 300_000, peaks # what is noted of a shard takes some hundred bytes
@@ -201,11 +201,11 @@ def test_an_id_that_comes_twice_is_found_before_a_model_is_loaded(tmp_path):
     (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"text": "y"}\n{"text": "z"}\n')
     (tmp_path/"corpus/b.jsonl").write_text('{"_id": "b", "text": "x"}\n\n{"_id": "2", "text": "y"}\n')
     settings = dict(corpus=str(tmp_path/"corpus"), model="tiny", out=str(tmp_path/"out"), shard_rows=2)
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the id '1' is there already, at .*a.jsonl, line 1; give "
-                                         r"every text an id of its own, or name another field"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: the id '1' is already used at .*a.jsonl, line 1; give "
+                                         r"every text a unique id, or name another field"):
         encode_corpus(**settings)
     (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"_id": "2", "text": "y"}\n')
-    with pytest.raises(ValueError, match=r"b.jsonl, line 3: the id '2' is there already, at .*a.jsonl, line 2"):
+    with pytest.raises(ValueError, match=r"b.jsonl, line 3: the id '2' is already used at .*a.jsonl, line 2"):
         encode_corpus(**settings)
     assert not (tmp_path/"out/manifest.json").exists()
 

@@ -1,4 +1,4 @@
-"Properties of retrieval sets and cuts over many generated ones, files that are wrong, and tasks of mteb made from them."
+"Retrieval sets: cuts of many generated ones, malformed files, and the mteb tasks made from them."
 import json
 
 import numpy as np
@@ -46,29 +46,30 @@ def folder(tmp_path):
 
 def test_a_folder_is_read_as_it_is(folder):
     task = read_retrieval(folder)
-    assert task.corpus == {"d1": "T one",
-                           "d2": ""} and task.queries == {"q1": "ein Kühlschrank"} and task.qrels == {"q1": {"d1": 1}}
+    assert task.corpus == {"d1": "T one", "d2": ""}
+    assert task.queries == {"q1": "ein Kühlschrank"} and task.qrels == {"q1": {"d1": 1}}
     (folder/"qrels.tsv").write_bytes(b"query-id\tcorpus-id\tscore\r\nq1\td1\t1\r\n")
     assert read_retrieval(folder) == task
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("corpus.jsonl", '{"_id": "d1"}\n', 'corpus.jsonl:1: field "text" is missing'),
-    ("corpus.jsonl", '{"_id": "d1", "text": null}\n', 'corpus.jsonl:1: field "text" is no text'),
-    ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": "d1", "text": "y"}\n', 'corpus.jsonl:2: field "_id" repeats'),
-    ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": \n', "corpus.jsonl:2: no JSON"),
+    ("corpus.jsonl", '{"_id": "d1"}\n', "corpus.jsonl, line 1, field 'text' is missing"),
+    ("corpus.jsonl", '{"_id": "d1", "text": null}\n', "corpus.jsonl, line 1, field 'text' is not text"),
+    ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": "d1", "text": "y"}\n',
+     "corpus.jsonl, line 2, field '_id' repeats"),
+    ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": \n', "corpus.jsonl, line 2: not valid JSON"),
     ("corpus.jsonl", "", 'unknown document'),
-    ("queries.jsonl", '{"_id": "q1", "text": "  "}\n', 'queries.jsonl:1: field "text" is empty'),
-    ("queries.jsonl", "[1]\n", "queries.jsonl:1: no JSON object"),
+    ("queries.jsonl", '{"_id": "q1", "text": "  "}\n', "queries.jsonl, line 1, field 'text' is empty"),
+    ("queries.jsonl", "[1]\n", "queries.jsonl, line 1: not a JSON object"),
     ("queries.jsonl", "", "unknown query"),
-    ("qrels.tsv", "", "qrels.tsv:1: no header"),
+    ("qrels.tsv", "", "qrels.tsv, line 1: no header"),
     ("qrels.tsv", "query-id\tcorpus-id\tscore\n", "no query has a relevant document"),
-    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "qrels.tsv:2: 1 fields"),
-    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\td1\t1.5\n", 'qrels.tsv:2: field "score"'),
+    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "qrels.tsv, line 2: 1 fields"),
+    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\td1\t1.5\n", "qrels.tsv, line 2, field 'score'"),
     ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\tnone\t1\n", "unknown document 'none'"),
-    ("task.json", "{", "task.json: no JSON"),
-    ("task.json", "[]", 'task.json: field "name"'),
-    ("task.json", '{"name": "t", "instruction": 3}', 'task.json: field "instruction"'),
+    ("task.json", "{", "task.json: not valid JSON"),
+    ("task.json", "[]", "task.json, field 'name'"),
+    ("task.json", '{"name": "t", "instruction": 3}', "task.json, field 'instruction'"),
 ])
 def test_a_malformed_file_is_named_with_line_and_field(folder, name, content, message):
     (folder/name).write_text(content, encoding="utf-8")
@@ -135,19 +136,19 @@ def test_the_revision_follows_the_data():
     same, other = (Retrieval("t", "", {"a": text}, {"q": "first"}, {"q": {"a": 1}}) for text in ("one", "two"))
     assert revision(as_task(one)) == revision(as_task(same)) != revision(as_task(other))
     rows = [dict(text=f"{n}", label=n % 2) for n in range(8)]
-    assert revision(classification_task("c", rows, rows)) != revision(classification_task("c", rows, rows,
-                                                                                          experiments=2))
+    fewer = classification_task("c", rows, rows, experiments=2)
+    assert revision(classification_task("c", rows, rows)) != revision(fewer)
 
 
 @pytest.mark.parametrize("make, rows, message", [
-    (sts_task, [], "t: no rows"), (sts_task, [dict(sentence1="a", sentence2="b")], "t: row 1 has None in column "
-                                                                                   "'score'"),
+    (sts_task, [], "t: no rows"),
+    (sts_task, [dict(sentence1="a", sentence2="b")], "t: row 1 has None in column 'score'"),
     (sts_task, [dict(sentence1="a", sentence2=None, score=1)], "column 'sentence2'"),
-    (pair_task, [dict(sentence1="a", sentence2="b", labels=0)], "must hold 0 and 1"),
+    (pair_task, [dict(sentence1="a", sentence2="b", labels=0)], "must hold both 0 and 1"),
     (pair_task, [dict(sentence1="", sentence2="b", labels=0)], "t: row 1 is empty in column 'sentence1'"),
     (clustering_task, [dict(sentences="a", labels="x"), dict(sentences="b", labels="x")], "one label only"),
-    (lambda name, rows: classification_task(name, rows, rows), [dict(text="a", label="good")], "row 1 has 'good' in "
-                                                                                               "column 'label'"),
+    (lambda name, rows: classification_task(name, rows, rows), [dict(text="a", label="good")],
+     "row 1 has 'good' in column 'label'"),
 ])
 def test_bad_rows_are_named(make, rows, message):
     with pytest.raises(ValueError) as error: make("t", rows)

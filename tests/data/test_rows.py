@@ -1,4 +1,4 @@
-"Pairs as they are read: a fault has its file, line and field, a file that is not read is named, and a table is that of the file as it is now."
+"Reading pairs: errors name file, line and field, files that cannot be read are named, and tables follow the file."
 import json
 import os
 import warnings
@@ -19,14 +19,14 @@ GOOD = '{"query": "a question", "positive": "an answer"}\n'
     ('{"query": ["a", "b"], "positive": "c"}', ", field 'query' is a list of two texts"),
     ('{"query": "a", "positive": "b", "negatives": [["c", "d"]]}', ", field 'negatives[0]' is a list of two texts"),
     ('{"query": "a", "pos": ["b", ["c", "d"]]}', ", field 'pos[1]' is a list of two texts"),
-    ('{"query": "a", "positive": "b", "x": ' + "[" * 2000 + "]" * 2000 + "}", ": JSON that is nested too deeply"),
-    ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 400 + "]}", ", field 'positive_scores[0]' holds "
-                                                                                 "something that is no finite"),
+    ('{"query": "a", "positive": "b", "x": ' + "[" * 2000 + "]" * 2000 + "}", ": JSON nested too deeply"),
+    ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 400 + "]}",
+     ", field 'positive_scores[0]' is not a finite number"),
     ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 5000 + "]}", ": a number that cannot be read"),
-    ('{"query": "a", "positive": "b", "negative": "c", "scores": [0.5, NaN]}', ", field 'scores[0]' holds something "
-                                                                               "that is no finite number: nan"),
-    ('{"query": "a", "positive": "b", "positive_scores": [Infinity]}', ", field 'positive_scores[0]' holds something "
-                                                                       "that is no finite number: inf")])
+    ('{"query": "a", "positive": "b", "negative": "c", "scores": [0.5, NaN]}',
+     ", field 'scores[0]' is not a finite number: nan"),
+    ('{"query": "a", "positive": "b", "positive_scores": [Infinity]}',
+     ", field 'positive_scores[0]' is not a finite number: inf")])
 def test_a_faulty_line_has_its_place(line, expected, tmp_path):
     (tmp_path/"mine.jsonl").write_text(GOOD * 2 + line + "\n" + GOOD)
     with pytest.raises(ValueError) as caught: load_pairs(str(tmp_path), tmp_path/"cache")
@@ -40,9 +40,8 @@ def test_a_faulty_line_has_its_place(line, expected, tmp_path):
     (dict(query=["i", "a"], pos=["b"], instruction="i"), "i", "")])
 def test_what_gritlm_writes_is_read(raw, instruction, document_instruction):
     row = parse_row(raw)
-    assert (row["query"], row["positives"], row["instruction"], row["document_instruction"]) == ("a", ["b"],
-                                                                                                 instruction,
-                                                                                                 document_instruction)
+    assert (row["query"], row["positives"]) == ("a", ["b"])
+    assert (row["instruction"], row["document_instruction"]) == (instruction, document_instruction)
 
 
 @pytest.mark.parametrize("name, content, fix", [
@@ -95,3 +94,19 @@ def test_a_file_whose_rows_would_not_be_read_is_named_however_it_is_written(tmp_
     (tmp_path/"a.jsonl").write_text('{"query": "a", "positive": "b"}\n')
     (tmp_path/name).write_text("rows")
     with pytest.raises(ValueError, match=f"{name} is neither JSONL nor parquet"): find_sources(str(tmp_path))
+
+
+def test_a_file_name_that_is_not_utf8_is_refused(tmp_path):
+    "No message, report or cache could hold it."
+    (tmp_path/"a.jsonl").write_text(GOOD)
+    bad = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl")
+    with open(bad, "w") as file: file.write(GOOD)
+    for data in (str(tmp_path), bad):
+        with pytest.raises(ValueError, match=r"caf\\udce9.jsonl' is not UTF-8; rename the file"): find_sources(data)
+    os.rename(bad, bad.replace(".jsonl", ".txt")) # a file that is not read may have any name
+    assert list(find_sources(str(tmp_path))) == ["a"]
+
+
+def test_a_mark_at_the_start_of_a_file_is_no_error(tmp_path):
+    (tmp_path/"a.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert [row["query"] for row in parsed(str(tmp_path/"a.jsonl"))] == ["a question"]

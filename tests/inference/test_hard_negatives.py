@@ -1,6 +1,5 @@
-"""Mining, filters and duplicates on many small cases, beside the peers' own code, and as commands would call them."""
+"""Mining on many small cases, beside the slow rule and sentence-transformers' own miner, and as a stage."""
 import json
-import random
 import weakref
 from types import SimpleNamespace
 
@@ -12,13 +11,11 @@ from hypothesis import given, settings, strategies as st
 
 from anchor_nb.inference import hard_negatives as mining
 from anchor_nb.data.rows import find_sources, parsed
-from anchor_nb.data.deduplication import EvaluationSet, Watch, dedup_pairs, duplicates, runs_of, seen_part
-from anchor_nb.inference.filtering import filter_pairs, filtered, margins
-from anchor_nb.inference.hard_negatives import Pool, ceiling, choose, choose_slowly, key_of, mine, nearest, pool_texts
+from anchor_nb.inference.hard_negatives import Pool, ceiling, choose, draw, key_of, mine, nearest, pool_texts
 from anchor_nb.core.recipe import Mine
 from anchor_nb.experiments.stages import run_stage
 from anchor_nb.data.writers import write_pairs
-from common import WORDS, toy_pairs
+from common import toy_pairs
 
 datasets.disable_progress_bars()
 
@@ -49,24 +46,28 @@ def asked(build):
                  choose=build(st.sampled_from(["top", "random"])), seed=build(st.integers(0, 3)))
 
 
+def choose_slowly(scores, known, limit, rules, key):
+    "The rule, for one query and the scores of all documents."
+    ranked = sorted((n for n in range(len(scores)) if n not in known), key=lambda n: -scores[n])
+    allowed = [n for n in ranked[rules.first_rank:rules.last_rank] if scores[n] <= limit]
+    return [allowed[n] for n in draw(len(allowed), rules, key)]
+
+
 @settings(deadline=None, max_examples=150)
 @given(asked(), st.integers(0, 10**6), st.integers(1, 6), st.integers(6, 40), st.integers(1, 200))
 def test_the_search_is_the_slow_one_however_documents_are_cut(rules, seed, queries, documents, cells):
-    # whole numbers, so that sums are exact in any order; many scores are equal, so numbers may differ and scores may
-    # not
-    draw = np.random.default_rng(seed)
-    asking, vectors = draw.integers(-2, 3, (queries, 4)).astype(np.float32), draw.integers(-2, 3,
-                                                                                           (documents,
-                                                                                            4)).astype(np.float32)
-    known = [draw.choice(documents, draw.integers(1, 4)).tolist() for _ in range(queries)]
-    cuts = sorted(draw.integers(0, documents + 1, 3).tolist())
+    # Whole numbers, so that sums are exact in any order. Many scores are equal: numbers may differ, scores may not.
+    random = np.random.default_rng(seed)
+    asking, vectors = [random.integers(-2, 3, (rows, 4)).astype(np.float32) for rows in (queries, documents)]
+    known = [random.choice(documents, random.integers(1, 4)).tolist() for _ in range(queries)]
+    cuts = sorted(random.integers(0, documents + 1, 3).tolist())
     near = nearest(asking, np.split(vectors, cuts), known, rules.last_rank, cells)
     full = asking @ vectors.T
-    own = near.known.split([len(each) for each in known])
-    for n in range(queries): assert own[n].tolist() == full[n, known[n]].tolist()
-    limit = ceiling(torch.stack([each.min() for each in own]), rules)
-    found = choose(near, limit, rules, [("t", n) for n in range(queries)])
-    for n, (numbers, scores) in enumerate(found):
+    noted = near.known.split([len(numbers) for numbers in known])
+    for n in range(queries): assert noted[n].tolist() == full[n, known[n]].tolist()
+    limit = ceiling(torch.stack([scores.min() for scores in noted]), rules)
+    chosen = choose(near, limit, rules, [("t", n) for n in range(queries)])
+    for n, (numbers, scores) in enumerate(chosen):
         slow = choose_slowly(full[n].tolist(), known[n], limit[n].item(), rules, ("t", n))
         assert scores == full[n, slow].tolist() == full[n, numbers].tolist()
         assert len(set(numbers)) == len(numbers) and not set(numbers) & set(known[n])
@@ -100,19 +101,18 @@ class Fake:
                                     dict(percentage=0, relative_margin=0.3), dict(percentage=0, first_rank=2)])
 def test_the_same_negatives_as_sentence_transformers(choice):
     from sentence_transformers.util import mine_hard_negatives
-    draw = np.random.default_rng(1)
+    random = np.random.default_rng(1)
     unit = lambda v: (v/np.linalg.norm(v)).astype(np.float32)
-    texts = {f"d{n}": unit(draw.standard_normal(6)) for n in range(60)}
-    asking = {f"q{n}": unit(texts[f"d{n}"] + 0.6*draw.standard_normal(6)) for n in range(30)}
+    texts = {f"d{n}": unit(random.standard_normal(6)) for n in range(60)}
+    asking = {f"q{n}": unit(texts[f"d{n}"] + 0.6*random.standard_normal(6)) for n in range(30)}
     recipe = rules(**choice, last_rank=20)
     known = [[n] for n in range(30)]
     near = nearest(np.stack(list(asking.values())), [np.stack(list(texts.values()))], known, recipe.last_rank)
     found = choose(near, ceiling(near.known, recipe), recipe, [("t", n) for n in range(30)])
     margin = dict(relative_margin=recipe.relative_margin or (0.05 if recipe.percentage else None),
                   absolute_margin=recipe.absolute_margin or None)
-    theirs = mine_hard_negatives(datasets.Dataset.from_dict(dict(query=list(asking),
-                                                                 answer=[f"d{n}" for n in range(30)])),
-                                 Fake(texts | asking), corpus=list(texts), num_negatives=3,
+    pairs = datasets.Dataset.from_dict(dict(query=list(asking), answer=[f"d{n}" for n in range(30)]))
+    theirs = mine_hard_negatives(pairs, Fake(texts | asking), corpus=list(texts), num_negatives=3,
                                  range_min=recipe.first_rank, range_max=recipe.last_rank, output_format="n-tuple",
                                  verbose=False, **margin)
     # theirs leaves out the others
@@ -144,8 +144,8 @@ def test_a_row_with_many_positives_has_as_many_candidates():
 @given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 6), min_size=1, max_size=3),
                           st.lists(st.integers(0, 6), max_size=2)), min_size=1, max_size=8), st.booleans())
 def test_nothing_that_answers_a_query_becomes_its_negative(tmp_path_factory, parts, keep):
-    text, spelt = (lambda n: f"The {n}th document"), (lambda n, k: f"  the {n}TH\tdocument " if k % 2
-                                                      else f"The {n}th document")
+    text = lambda n: f"The {n}th document"
+    spelt = lambda n, k: f"  the {n}TH\tdocument " if k % 2 else text(n)
     table = [row(f"{'Query' if k % 2 else 'query'} {q}", *[spelt(n, k) for n in own],
                  negatives=[spelt(n, k) for n in negatives]) for k, (q, own, negatives) in enumerate(parts)]
     pool = Pool(tmp_path_factory.mktemp("pool")/"p.jsonl")
@@ -169,8 +169,8 @@ def test_a_corpus_adds_candidates_and_existing_negatives_stay(tmp_path):
     report = mine(rules(data=data, corpus=corpus, out=str(tmp_path/"out"), model="bm25", keep_existing=True,
                         format="gritlm", instructions="none"))["pairs"]
     first, second = [json.loads(line) for line in (tmp_path/"out/pairs/pairs.jsonl").read_text().splitlines()]
-    assert first["neg"] == ["Old negative bird.",
-                            "Swan a bird that swims well"] and len(first["neg_scores"]) == 2 and first["neg_scores"][0] > 0
+    assert first["neg"] == ["Old negative bird.", "Swan a bird that swims well"]
+    assert len(first["neg_scores"]) == 2 and first["neg_scores"][0] > 0
     assert second["neg"] == [] and report["documents"] == 5 and report["without"] == 1
 
 
@@ -182,9 +182,9 @@ def test_rows_of_two_instructions_keep_their_order(tmp_path, monkeypatch):
         seen.append((texts.name, instruction, len(lines)))
         eye = np.eye(6, dtype=np.float32)
         place = lambda text: int(text.split()[-1])
-        return [(lines[k:k + 2], np.stack([eye[place(text)] if not instruction and "query" not in text
-                                           else 0.5*eye[place(text)] + eye[(place(text) + 1) % 6]
-                                           for text in lines[k:k + 2]])) for k in range(0, len(lines), 2)]
+        vector = lambda n, asks: 0.5*eye[n] + eye[(n + 1) % 6] if asks else eye[n]
+        vectors = [vector(place(text), instruction or "query" in text) for text in lines]
+        return [(lines[k:k + 2], np.stack(vectors[k:k + 2])) for k in range(0, len(lines), 2)]
     monkeypatch.setattr(mining, "vectors_of", vectors_of)
     data = write(tmp_path/"t.jsonl", *[dict(query=["odd" if n % 2 else "even", f"query {n}"], pos=[f"document {n}"],
                                             neg=[]) for n in range(6)])
@@ -193,8 +193,8 @@ def test_rows_of_two_instructions_keep_their_order(tmp_path, monkeypatch):
     assert [(each["query"], each["negatives"]) for each in rows] == [(f"query {n}", [f"document {(n + 1) % 6}"])
                                                                      for n in range(6)]
     assert [each["instruction"] for each in rows] == ["even", "odd"]*3
-    assert sorted(seen) == [("t-documents.jsonl", "", 6), ("t-queries-0.jsonl", "even", 3), ("t-queries-1.jsonl", "odd",
-                                                                                             3)]
+    assert sorted(seen) == [("t-documents.jsonl", "", 6), ("t-queries-0.jsonl", "even", 3),
+                            ("t-queries-1.jsonl", "odd", 3)]
 
 
 def test_random_draws_do_not_depend_on_other_rows(tmp_path):
@@ -231,6 +231,28 @@ def test_a_dataset_with_nothing_left_is_an_error_and_no_file(tmp_path, format, f
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "t.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["report.json", "texts/a.txt"])
+def test_files_of_somebody_else_stay(tmp_path, name):
+    data = write(tmp_path/"t.jsonl", *[dict(query=f"question {n}", positive=f"answer {n}") for n in range(4)])
+    path = tmp_path/"out"/name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"out holds {name.split('/')[0]}, which this command would overwrite"):
+            mine(rules(data=data, out=str(tmp_path/"out"), model="bm25"))
+    assert path.read_text() == "mine" and len(list((tmp_path/"out").rglob("*.*"))) == 1
+
+
+def test_a_killed_run_is_resumed_over_its_own_texts(tmp_path, monkeypatch):
+    data = write(tmp_path/"t.jsonl", *[dict(query=f"question {n}", positive=f"answer {n}") for n in range(4)])
+    settings = rules(data=data, out=str(tmp_path/"out"), model="bm25", percentage=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "summary", lambda *_: 1/0)
+        with pytest.raises(ZeroDivisionError): mine(settings)
+    assert (tmp_path/"out/texts/t-documents.jsonl").is_file() and not (tmp_path/"out/report.json").exists()
+    assert mine(settings)["t"]["written"] == mine(settings)["t"]["written"] == 4
+
+
 @pytest.mark.parametrize("lines, given, message", [
     (['{"query": "a", "positive": "b"}', '{"query": "a"}'], {}, "t.jsonl, line 2, field 'positive' is missing"),
     (['{"query": "a", "positive": "b"}'], dict(format="columns"), "incomplete=drop"),
@@ -245,120 +267,3 @@ def test_bad_input_of_mining(tmp_path, lines, given, message):
     (tmp_path/"t.jsonl").write_text("\n".join(lines))
     with pytest.raises((ValueError, OSError), match=message.replace("[", r"\[").replace(".", r"\.")):
         mine(rules(**dict(data=str(tmp_path/"t.jsonl"), out=str(tmp_path/"out"), model="tiny") | given))
-
-
-# ---- files ----
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
-
-
-@st.composite
-def tables(build, instructed):
-    "Rows in the common form, as reading gives them."
-    said = st.one_of(st.just(""), TEXT.map(str.strip)) if instructed else st.just("")
-    rows = []
-    for _ in range(build(st.integers(1, 4))):
-        positives, negatives = build(st.lists(TEXT, min_size=1, max_size=3)), build(st.lists(TEXT, max_size=3))
-        scores = lambda texts: [float(np.float32(build(st.floats(-1, 1)))) for _ in texts]
-        scored = dict(positive_scores=scores(positives),
-                      negative_scores=scores(negatives)) if build(st.booleans()) else {}
-        rows.append(row(build(TEXT), *positives, negatives=negatives, instruction=build(said),
-                        document_instruction=build(said), **scored))
-    return rows
-
-
-@pytest.mark.parametrize("format", ["anchor_nb", "gritlm"])
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_what_is_written_is_read_back(format, data, tmp_path_factory):
-    rows, folder = data.draw(tables(True)), tmp_path_factory.mktemp("rows")
-    assert write_pairs(folder, "t", rows, format)["rows"] == len(rows)
-    assert list(parsed(str(folder/"t.jsonl"))) == rows
-
-
-@settings(deadline=None, max_examples=40)
-@given(data=st.data())
-def test_columns_are_read_back(data, tmp_path_factory):
-    rows, folder = data.draw(tables(False)), tmp_path_factory.mktemp("rows")
-    flat = [each | dict(positives=[text], positive_scores=each["positive_scores"][k:k + 1]) for each in rows
-            for k, text in enumerate(each["positives"])]
-    if len({(len(each["negatives"]), bool(each["positive_scores"])) for each in rows}) > 1:
-        with pytest.raises(ValueError, match="row [0-9]+ has"): write_pairs(folder, "t", rows, "columns")
-        assert not list(folder.iterdir())
-    else:
-        write_pairs(folder, "t", rows, "columns")
-        assert list(parsed(str(folder/"t.parquet"))) == flat
-
-
-# ---- filters ----
-
-@settings(deadline=None)
-@given(st.lists(st.floats(-1, 1), min_size=1, max_size=3), st.lists(st.floats(-1, 1), max_size=4), st.floats(-2, 2),
-       st.floats(0, 2))
-def test_what_the_margin_filter_keeps(positives, negatives, minimum, width):
-    texts = row("q", *map(str, positives), negatives=[f"n{k}" for k in range(len(negatives))])
-    scores, maximum = (positives, negatives), minimum + width
-    whole, some = (filtered(texts, scores, minimum, maximum, each) for each in ("row", "negative"))
-    assert (whole is not None) == (not negatives or minimum <= min(positives) - max(negatives) <= maximum)
-    assert some["negatives"] == [f"n{k}" for k, score in enumerate(negatives)
-                                 if minimum <= min(positives) - score <= maximum]
-    assert all(minimum <= margin <= maximum for margin in margins((positives, some["negative_scores"])))
-
-
-def test_scores_are_those_of_single_texts(tmp_path):
-    data = tmp_path/"toy.jsonl"
-    data.write_text("\n".join(open(find_sources(toy_pairs())["toy"]).read().splitlines()[:20]))
-    report = filter_pairs(str(data), str(tmp_path/"out"), -9, 9, model="tiny", max_length=64)["toy"]
-    assert report["written"] == report["rows"] == 20 and sum(report["histogram"]["margin"]) == 20
-    from anchor_nb.models.embedder import AnchorEmbedder
-    embedder = AnchorEmbedder.from_pretrained("tiny", max_length=64)
-    for each in list(parsed(str(tmp_path/"out/pairs/toy.jsonl")))[::7]:
-        scores = embedder.encode_document(each["positives"] + each["negatives"]) @ embedder.encode_query(each["query"])
-        np.testing.assert_allclose(each["positive_scores"] + each["negative_scores"], scores, atol=1e-5)
-
-
-# ---- duplicates ----
-
-SENTENCE = st.lists(st.sampled_from(WORDS[:5]), min_size=1, max_size=14).map(" ".join)
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=20), st.sampled_from([0.3, 0.5, 0.8, 1.0]))
-def test_duplicates_are_those_of_the_slow_search(texts, threshold):
-    near = lambda a, b: len(a & b)/len(a | b) >= threshold
-    sets = [tuple(set(runs_of(text, part).tolist()) for text, part in zip(pair, ("query", "positive")))
-            for pair in texts]
-    kept = []
-    for n, (query, positive) in enumerate(sets):
-        if not any(near(query, sets[k][0]) and near(positive, sets[k][1]) for k in kept): kept.append(n)
-    found = duplicates([row(*pair) for pair in texts], threshold)
-    assert [n for n in range(len(texts)) if n not in found] == kept
-    assert all(earlier in kept for earlier, _ in found.values())
-
-
-@settings(deadline=None, max_examples=80)
-@given(st.lists(SENTENCE, min_size=1, max_size=12), st.lists(SENTENCE, min_size=1, max_size=12),
-       st.sampled_from([0.3, 0.8, 1.0]))
-def test_what_was_seen_is_what_the_slow_search_sees(tests, trains, threshold):
-    watch = Watch([EvaluationSet("t", {str(n): text for n, text in enumerate(tests)}, {}, {})], threshold)
-    for train in trains:
-        assert sorted(watch(train)) == sorted(("t", "queries", str(n)) for n, text in enumerate(tests)
-                                              if seen_part(runs_of(text), runs_of(train)) >= threshold)
-
-
-def test_a_passage_inside_a_longer_one_was_seen():
-    passage = " ".join(random.Random(0).choices(WORDS, k=40))
-    watch = Watch([EvaluationSet("t", {}, {"d": passage}, {})])
-    assert watch("Before it. " + passage.upper() + ", and after it. " + "More " * 200) == [("t", "documents", "d")]
-    assert not watch(passage[: len(passage)//2])
-
-
-@pytest.mark.parametrize("given, message", [(dict(against=["nowhere"]), "corpus.jsonl is missing"),
-                                            (dict(remove="some"), "choose one of none"),
-                                            (dict(threshold=-1), "threshold=-1"),
-                                            (dict(format="csv"), "choose one of anchor_nb"),
-                                            (dict(out=""), "out is empty"), (dict(data="nowhere"), "neither a folder "
-                                                                                                   "nor a file")])
-def test_bad_input_of_deduplication(tmp_path, given, message):
-    with pytest.raises((ValueError, OSError), match=message):
-        dedup_pairs(**dict(data=toy_pairs(), out=str(tmp_path/"out")) | given)
