@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/cli/02_training.ipynb #38369be8
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -17,9 +16,9 @@ from ..core.recipe import RECIPES
 from ..core.presets import methods, presets
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
-from .app import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output, ParameterFile,
-                               Parameters, Preset, Quiet, Recipe, answering, app, first_line, gather, parameter_help,
-                               show, with_gpus)
+from .app import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
+                               ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
+                               first_line, gather, option, parameter_help, show, with_gpus)
 
 # %% ../../nbs/cli/02_training.ipynb #a88bdbed
 @app.command("stages", rich_help_panel=START)
@@ -57,9 +56,8 @@ def show_plan(preset: str, out: Path, overrides: dict):
         show(step.stage, step.parameters)
 
 @app.command("pipeline", rich_help_panel=TRAIN)
-def pipeline(preset: Annotated[str, typer.Option("--preset", help="`anchor-nb presets` lists them")] = "demo",
-             out: Annotated[Path | None,
-                            typer.Option("--out", help="folder of the pipeline; default: runs/PRESET")] = None,
+def pipeline(preset: option(str, "`anchor-nb presets` lists them") = "demo",
+             out: option(Path | None, "folder of the pipeline; default: runs/PRESET") = None,
              parameter: Parameters = [], dry_run: DryRun = False, quiet: Quiet = False):
     "All stages in order: data, stage I, stage II from it and from the base model, scores, report."
     out, overrides = out or Path("runs")/preset, read_pairs(parameter)
@@ -74,17 +72,15 @@ def demo(quiet: Quiet = False):
 
 # %% ../../nbs/cli/02_training.ipynb #29fb8d00
 @app.command("plan", rich_help_panel=SCALE)
-def plan_memory(model: Annotated[str, typer.Option(help="folder, hub id, short name, or one of the paper's models, "
-                                                        "such as llama-3.2-1b")] = "smollm2-135m",
-                gpus: int = 1, gpu_memory: Annotated[float, typer.Option(help="GB of each")] = 80,
-                max_length: Annotated[int, typer.Option(help="tokens of one text at most")] = 512,
-                mean_query: Annotated[int, typer.Option(help="tokens of a query on average")] = 25,
-                mean_document: Annotated[int, typer.Option(help="tokens of a document on average")] = 180,
-                global_batch: int = 512, precision: str = "bf16", optimizer: str = "adamw",
-                sharding: Annotated[str, typer.Option(help="ddp, fsdp2, zero1 or zero2")] = "ddp",
-                rank: Annotated[int, typer.Option(help="rank of stage II's adapters; 0: all parameters train")] = 16,
-                rate: Annotated[float, typer.Option(help="10^12 operations a second of one GPU's matrix products; "
-                                                         "without, no seconds")] = 0,
+def plan_memory(model: option(str, "folder, hub id, short name, or such as llama-3.2-1b") = "smollm2-135m",
+                gpus: int = 1, gpu_memory: option(float, "GB of each") = 80,
+                max_length: option(int, "tokens of one text at most") = 512,
+                mean_query: option(int, "tokens of a query on average") = 25,
+                mean_document: option(int, "tokens of a document on average") = 180, global_batch: int = 512,
+                precision: str = "bf16", optimizer: str = "adamw",
+                sharding: option(str, "ddp, fsdp2, zero1 or zero2") = "ddp",
+                rank: option(int, "rank of stage II's adapters; 0: all parameters train") = 16,
+                rate: option(float, "10^12 operations a second of one GPU's matrix products; without, no seconds") = 0,
                 as_json: AsJson = False):
     "What each stage needs: memory, tokens of a micro-batch, operations, time. Exit code 1 where a stage does not fit."
     from anchor_nb.training import memory as planning
@@ -96,9 +92,8 @@ def plan_memory(model: Annotated[str, typer.Option(help="folder, hub id, short n
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/02_training.ipynb #62612ab0
-Slurm = Annotated[list[str], typer.Option("--slurm", metavar="NAME=VALUE", help="an option of sbatch, such as "
-                                                                                "partition=gpu or time=120; give it as "
-                                                                                "often as you need")]
+Slurm = option(list[str], "an option of sbatch, such as partition=gpu or time=120; give it as often as you need",
+                          "--slurm", metavar="NAME=VALUE")
 
 def outcome(found: dict, dry_run: bool) -> list: # of lines; found: from `run_sweep`
     "What has come of a sweep."
@@ -108,10 +103,9 @@ def outcome(found: dict, dry_run: bool) -> list: # of lines; found: from `run_sw
     return [*failed, counts, f"scores: {found['ledger']}"]
 
 @app.command("sweep", rich_help_panel=TRAIN)
-def sweep(name: Annotated[str, typer.Argument(help="a YAML file, or one of the paper's sweeps; none: list them")] = "",
-          out: Annotated[str, typer.Option("--out", help="folder of all runs, which sweeps may share")] = "runs/sweeps",
-          at_once: Annotated[int, typer.Option("--at-once", help="runs at a time")] = 1, slurm: Slurm = [],
-          dry_run: DryRun = False,
+def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: list them") = "",
+          out: option(str, "folder of all runs, which sweeps may share") = "runs/sweeps",
+          at_once: option(int, "runs at a time") = 1, slurm: Slurm = [], dry_run: DryRun = False,
           as_json: AsJson = False):
     "The arms of an ablation, with what they share computed once. Exit code 1 when one has failed."
     from anchor_nb.experiments import sweeps
@@ -129,31 +123,30 @@ def list_recipes(as_json: AsJson = False):
     with answering(as_json) as answer: answer(methods(), *lines)
 
 @app.command("recipe", rich_help_panel=TRAIN)
-def run_recipe(name: Recipe, out: Annotated[str, typer.Option("--out", help="folder of all runs, which recipes may "
-                                                                            "share")] = "runs/sweeps",
-               parameter: Annotated[list[str], typer.Option("-p", "--parameter", metavar="STAGE.NAME=VALUE",
-                                                            help="one parameter of a stage; give it as often as you "
-                                                                 "need")] = [], dry_run: DryRun = False,
-               as_json: AsJson = False):
+def run_recipe(name: Recipe, out: option(str, "folder of all runs, which recipes may share") = "runs/sweeps",
+               parameter: option(list[str], "one parameter of a stage; give it as often as you need",
+                                            "-p", "--parameter", metavar="STAGE.NAME=VALUE") = [],
+               dry_run: DryRun = False, as_json: AsJson = False):
     "Data, training stages and scores of one method. `anchor-nb sweep relatives` runs all of them on equal terms."
     from anchor_nb.experiments import sweeps
     with answering(as_json) as answer:
         if name not in methods():
             raise ValueError(f"no recipe {name!r}; there are {', '.join(methods())}")
         given = read_pairs(parameter)
-        if idle := [address for address in given if address.partition(".")[0] in {"stage1",
-                                                                                  "stage2"} - set(methods()[name]["stages"])]:
-            raise ValueError(f"{idle[0]}: {name} has no {idle[0].partition('.')[0]}; it has "
-                             f"{', '.join(methods()[name]['stages'])}")
+        stages = methods()[name]["stages"]
+        for address in given:
+            stage = address.partition(".")[0]
+            if stage in ("stage1", "stage2") and stage not in stages:
+                raise ValueError(f"{address}: {name} has no {stage}; it has {', '.join(stages)}")
         found = sweeps.run_sweep(dict(preset=name, base=given, arms={name: {}}), out, dry_run=dry_run)
         answer(found, *outcome(found, dry_run))
     if found["failed"]:
         raise typer.Exit(1)
 
 @app.command("submit", rich_help_panel=SCALE)
-def submit(stage: Annotated[str, typer.Argument(help="a stage")], parameter: Parameters = [], preset: Preset = "",
+def submit(stage: argument(str, "a stage"), parameter: Parameters = [], preset: Preset = "",
            file: ParameterFile = None, gpus: Gpus = -1, slurm: Slurm = [],
-           dry_run: Annotated[bool, typer.Option("--dry-run", help="print the job, queue nothing")] = False):
+           dry_run: option(bool, "print the job, queue nothing", "--dry-run") = False):
     "Queue a stage on a Slurm cluster; it is requeued when its time is up, until it is done."
     from anchor_nb.experiments.slurm import submit_stage
     job = submit_stage(stage, gather(stage, preset, file, parameter) | with_gpus(stage, gpus), read_pairs(slurm),
