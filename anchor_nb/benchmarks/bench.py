@@ -25,26 +25,25 @@ from ..runs.manifest import now
 def stage1_module(way: str, recipe: Stage1): # -> (module, step)
     "The module and the step of one way, on the device, as mixed precision wants it."
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from anchor_nb.models.attention import on_gpu, weight_dtype
     from anchor_nb.benchmarks.peers import PaddedStep
-    from anchor_nb.training.memory import plan_for
-    from anchor_nb.models.embedder import training_formatter
     from anchor_nb.losses.reconstruction import Reconstruction
     from anchor_nb.training.steps import ReconstructionStep
-    from anchor_nb.training.trainer import build_model, training_arguments
-    folder, device = resolve_model(recipe.model), "cuda" if on_gpu() else "cpu"
-    plan = plan_for(recipe, AutoConfig.from_pretrained(folder), device)
-    plain = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(recipe.precision),
-                                                         attn_implementation="sdpa")
-    formatter = training_formatter(folder, recipe)
-    module = build_model(recipe, None, plan.gradient_checkpointing,
-                         formatter) if way == OURS else Reconstruction(plain(), recipe.alpha)
+    from anchor_nb.training.trainer import Resolved, build_model, planned, training_arguments
+    resolved, device = Resolved(recipe), "cuda" if on_gpu() else "cpu"
+    plan = planned(recipe, resolved, device)
+    if way == OURS: module = build_model(resolved, checkpointing=plan.gradient_checkpointing)
+    else:
+        plain = AutoModelForCausalLM.from_pretrained(resolved.model, dtype=weight_dtype(recipe.precision),
+                                                     attn_implementation="sdpa")
+        module = Reconstruction(plain, recipe.alpha)
     module.to(device).train()
     if training_arguments(recipe).bf16:
         for part in (module, module.lm, module.lm.base_model):
             part.forward = torch.autocast(device, torch.bfloat16)(part.forward)
-    return module, (ReconstructionStep if way == OURS else PaddedStep)(recipe, formatter, plan.micro_tokens)
+    step = ReconstructionStep if way == OURS else PaddedStep
+    return module, step(resolved.rules, resolved.formatter, plan.micro_tokens)
 
 # %% ../../nbs/benchmarks/03_bench.ipynb #f07732ad
 def operator_share(work) -> float: # of the time
@@ -79,9 +78,10 @@ def predicted(recipe,        # `Stage1` or `Stage2`
              ) -> int:       # bytes; 0 for a model that the planner does not know
     "The peak that the memory planner expects."
     from anchor_nb.models.backbone import is_checkpointed, language_model
-    from anchor_nb.training.memory import memory as planned, setup_for, shape_of
+    from anchor_nb.training.memory import memory as parts_of, shape_of
+    from anchor_nb.training.trainer import Resolved, setup_of
     lm = language_model(module.lm)
-    try: parts = planned(shape_of(lm), setup_for(recipe), tokens, is_checkpointed(lm))
+    try: parts = parts_of(shape_of(lm), setup_of(Resolved(recipe)), tokens, is_checkpointed(lm))
     except ValueError: return 0
     return int(sum(value for name, value in parts.items() if name not in without))
 
@@ -135,8 +135,8 @@ def watch(trainer) -> list: # of seconds, filled as it trains; one more than ste
 # %% ../../nbs/benchmarks/03_bench.ipynb #26086f18
 def our_trainer(recipe: Stage2, inputs, arguments) -> tuple: # (trainer, losses, its token ids, further figures)
     "Stage II as `train` runs it; the losses are there when it has trained."
-    from anchor_nb.training.trainer import make_trainer, saver
-    trainer, losses = make_trainer(recipe, inputs, arguments, saver(recipe, inputs.formatter, inputs.data), None), []
+    from anchor_nb.training.trainer import AnchorTrainer
+    trainer, losses = AnchorTrainer(recipe, inputs, arguments), []
     run = trainer.step.run
     trainer.step.run = lambda *args: (lambda facts: losses.append(facts["loss"]) or facts)(run(*args))
     ids = [[text.ids for text in trainer.train_dataset[step].texts] for step in range(recipe.steps)]
@@ -217,15 +217,14 @@ def encode_way(way: str, texts: list, model: str, max_length: int, micro_tokens:
 def loading_way(way: str, work: str, **settings) -> dict: # way: built, then cached; only a name here
     "From files to the first tokenized batch; runs in a process of its own."
     import datasets
-    from anchor_nb.data.corpora import training_instructions
     from anchor_nb.training.steps import ReconstructionStep, Steps
     from anchor_nb.training.trainer import check_inputs
     datasets.config.HF_DATASETS_CACHE, before, start = Path(work)/"cache", memory()[0], time.perf_counter()
     forget_peak()
     recipe = Stage1(out=work, **settings)
     inputs = check_inputs(recipe)
-    batch = Steps(inputs.tables, inputs.batches, training_instructions(recipe.instructions), ReconstructionStep(recipe,
-                                                                                                                inputs.formatter, 1024), 0, recipe.steps)[0]
+    step = ReconstructionStep(inputs.rules, inputs.formatter, 1024)
+    batch = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, recipe.steps)[0]
     own = dict(own_bytes=status("RssAnon")) if sys.platform == "linux" else {}
     return dict(own, seconds=[time.perf_counter() - start], before_bytes=before, peak_bytes=memory()[1],
                 examples=sum(map(len, inputs.tables.values())), first=len(batch["anchor"]))

@@ -81,7 +81,7 @@ def plan_memory(model: Annotated[str, typer.Option(help="folder, hub id, short n
                 mean_query: Annotated[int, typer.Option(help="tokens of a query on average")] = 25,
                 mean_document: Annotated[int, typer.Option(help="tokens of a document on average")] = 180,
                 global_batch: int = 512, precision: str = "bf16", optimizer: str = "adamw",
-                sharding: Annotated[str, typer.Option(help="ddp, fsdp2, zero1 or zero2")] = "ddp",
+                sharding: Annotated[str, typer.Option(help="ddp or fsdp2")] = "ddp",
                 rank: Annotated[int, typer.Option(help="rank of stage II's adapters; 0: all parameters train")] = 16,
                 rate: Annotated[float, typer.Option(help="10^12 operations a second of one GPU's matrix products; "
                                                          "without, no seconds")] = 0,

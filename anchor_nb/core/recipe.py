@@ -170,8 +170,7 @@ class Training(Recipe):
                                "beside a GPU, else none", "ours", how=True)
     processes: int = setting(1, "processes of this launch; 0: one for each GPU", "paper: 8 GPUs", how=True)
     sharding: str = setting("ddp", "what processes share: ddp, nothing; fsdp2, weights, gradients and optimizer "
-                                   "states; zero1 and zero2 (pip install anchor_nb[deepspeed]), states, or states and "
-                                   "gradients", "ours", ("ddp", "fsdp2", "zero1", "zero2"), how=True)
+                                   "states", "ours", ("ddp", "fsdp2"), how=True)
     save_steps: int = setting(200, "write a checkpoint every so many steps; 0: only when the run is told to stop",
                               "authors' code: 200 in stage II", how=True)
     keep_last: int = setting(2, "checkpoints kept while the run goes on, so that one that gets damaged is not the only "

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['row_mask', 'is_causal', 'looks_back', 'register_attention', 'attention_inputs', 'on_gpu', 'weight_dtype',
-           'wants_autocast', 'installed_flash', 'has_varlen', 'usable_attention', 'choose_attention', 'attention_of']
+           'wants_autocast', 'installed_flash', 'has_varlen', 'usable_attention', 'choose_attention']
 
 # %% ../../nbs/models/01_attention.ipynb #e342b7ad
 import os
@@ -140,24 +140,21 @@ def has_varlen() -> bool:
     from torch.nn.attention.varlen import varlen_attn
     return {"scale", "window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)
 
-def usable_attention(precision: str = "auto", hide_template: bool = False) -> list: # best first
+def usable_attention(precision: str = "auto",
+                     masks: bool = False, # are keys hidden or attention weights dropped? only packed_sdpa does that
+                    ) -> list:            # best first
     "The attention implementations that can run here."
     half = wants_autocast(precision) or precision == "pure_bf16"
-    if hide_template or not half or not on_gpu(): return ["packed_sdpa"]
+    if masks or not half or not on_gpu(): return ["packed_sdpa"]
     return [*installed_flash(), *["packed_varlen"]*has_varlen(), "packed_sdpa"]
 
 def choose_attention(attention: str = "auto", precision: str = "auto",
-                     hide_template: bool = False) -> str: # what transformers is told
+                     masks: bool = False) -> str: # masks: as for `usable_attention`; -> what transformers is told
     "The attention implementation to use; ValueError where the one asked for cannot run."
-    usable = usable_attention(precision, hide_template)
+    usable = usable_attention(precision, masks)
     if attention == "auto": return usable[0]
     if attention in usable: return attention
     raise ValueError(f"attention={attention} cannot run here, where {', '.join(usable)} can: it needs a CUDA GPU, "
                      "precision auto, bf16 or pure_bf16, hide_template=false, no attention_dropout, and for "
                      "flash_attention_2, 3 and 4 their package (pip install anchor_nb[flash]); attention=auto runs "
                      "everywhere")
-
-def attention_of(recipe) -> str: # what transformers is told
-    "The attention implementation of a training run; hidden keys and dropped weights need the one that takes masks."
-    return choose_attention(recipe.attention, recipe.precision, getattr(recipe, "hide_template", False)
-                            or getattr(recipe, "attention_dropout", 0) > 0)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'BUILT_MODELS', 'hub_configured', 'in_hub_cache', 'cached_model', 'resolve_model', 'find_model',
-           'stored_facts', 'base_of']
+           'stored_facts', 'base_of', 'start_of']
 
 # %% ../../nbs/models/05_resolve.ipynb #d3d81e3a
 import difflib
@@ -163,3 +163,11 @@ def base_of(folder: str) -> str: # folder, hub id or short name; empty where the
     config = Path(folder)/"adapter_config.json"
     if not config.is_file(): return ""
     return stored_facts(folder).get("base") or json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+
+def start_of(name: str) -> str: # folder or hub id of whole weights
+    "The model that training starts from; a run folder stands for its model. ValueError for an adapter."
+    model = find_model(name)
+    if base := base_of(model):
+        raise ValueError(f"{name} is an adapter of {base}, and training starts from whole weights; take the finished "
+                         "run's folder, or merge it: AnchorEmbedder.from_pretrained(...).save_pretrained(folder)")
+    return model

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ON_CPU', 'Setup', 'kept_bytes', 'activation_bytes', 'pooled_bytes', 'head_bytes', 'memory', 'matrix_rate',
-           'setup_for', 'guide_bytes', 'plan_for', 'report', 'table']
+           'guide_bytes', 'plan_for', 'report', 'table']
 
 # %% ../../nbs/training/01_memory.ipynb #ec688bd6
 import math, os
@@ -18,22 +18,22 @@ from .flops import (Shape, checkpointing_share, find_shape, forward_flops, shape
 class Setup:
     "What decides the memory of a stage, beside the model and the tokens."
     stage: str = "stage1"             # stage1, stage2 or encode
-    precision: str = "bf16"           # fp32; bf16: autocast over fp32 weights; pure_bf16
+    precision: str = "bf16"           # fp32; bf16: autocast over fp32 weights; pure_bf16; fp64, for tests
     optimizer: str = "adamw"          # adamw or adamw_8bit
     rank: int = 0                     # of LoRA adapters; 0: all weights are trained
     attention: str = "packed_varlen"  # packed_sdpa copies states into padded rows
     processes: int = 1                # above one, DDP keeps a copy of the gradients
     head_rows: int = 2048             # rows whose logits exist at the same time; 1024 on a CPU
-    sharding: str = "ddp"             # what processes share: see the recipe
+    sharding: str = "ddp"             # ddp: a copy each; fsdp2: a shard each
     only_last: bool = True            # is only each text's last state wanted? poolings such as mean want all
     guide: int = 0                    # bytes of a frozen embedder's weights
 
     def __post_init__(self):
-        if self.precision not in ("fp32", "bf16", "pure_bf16"):
+        if self.precision not in ("fp32", "bf16", "pure_bf16", "fp64"):
             raise ValueError(f"precision={self.precision!r}; the planner knows fp32, bf16 and pure_bf16")
 
     @property
-    def width(self) -> int: return 4 if self.precision == "fp32" else 2 # bytes of what matrices read and write
+    def width(self) -> int: return 4 if self.precision in ("fp32", "fp64") else 2 # bytes of what matrices read and write
 
     @property
     def casts(self) -> bool: return self.precision == "bf16" or self.precision == "pure_bf16" and self.rank > 0
@@ -80,16 +80,13 @@ def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     return shared(found, shape, setup) if setup.sharding != "ddp" and setup.processes > 1 else found
 
 def shared(found: dict, shape: Shape, setup: Setup) -> dict: # what -> bytes
-    "The same for one of several processes that share it: its part, and what is put together for the moment."
-    parts = dict(fsdp2=("weights", "adapters", "gradients", "optimizer"), zero1=("optimizer",),
-                 zero2=("gradients", "optimizer"))[setup.sharding]
-    held = {name: size//setup.processes if name in parts else size for name, size in found.items()}
-    if setup.sharding != "fsdp2":
-        # ZeRO's copy of what this process updates
-        return held | {"own weights": found.get("adapters", found["weights"])//setup.processes}
-    layer, outside = found["weights"]*shape.decoder//shape.parameters//shape.layers, found["weights"]*(shape.parameters - shape.decoder)//shape.parameters
+    "The same under FSDP2: one process's shard of it, and the layers that are gathered for the moment."
+    sharded = ("weights", "adapters", "gradients", "optimizer")
+    held = {name: size//setup.processes if name in sharded else size for name, size in found.items()}
+    layer = found["weights"]*shape.decoder//shape.parameters//shape.layers
+    outside = found["weights"]*(shape.parameters - shape.decoder)//shape.parameters
     # a layer and the next, what lies outside of layers; whole gradients of both
-    return held | {"put together": 2*layer + outside + (0 if setup.rank else layer + outside)}
+    return held | {"gathered": 2*layer + outside + (0 if setup.rank else layer + outside)}
 
 # %% ../../nbs/training/01_memory.ipynb #ff657aa1
 def activation_bytes(shape: Shape, setup: Setup, checkpointing: bool = False) -> int:
@@ -294,18 +291,6 @@ def matrix_rate(device="cpu", dtype="float32",  # a torch type or its name
     return best
 
 # %% ../../nbs/training/01_memory.ipynb #c308da64
-def setup_for(recipe, processes: int = 1) -> Setup: # `Stage1` or `Stage2`
-    "The setup that a recipe means on this machine."
-    from anchor_nb.models.attention import attention_of, on_gpu, wants_autocast
-    from anchor_nb.models.pooling import needs_last_only
-    attention, guide = attention_of(recipe), getattr(recipe, "guide", "")
-    more = dict(only_last=needs_last_only(recipe.pooling), guide=guide_bytes(guide) if guide else 0)
-    precision = ("pure_bf16" if recipe.precision == "pure_bf16" else "bf16" if wants_autocast(recipe.precision)
-                 else "fp32")
-    return Setup(type(recipe).__name__.lower(), precision, getattr(recipe, "optimizer", "adamw"),
-                 getattr(recipe, "lora_rank", 0), attention, processes, 2048 if on_gpu() else 1024,
-                 getattr(recipe, "sharding", "ddp"), **more)
-
 def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes it
     "What the weights of a frozen embedder take here; reads no weights."
     import torch
@@ -322,38 +307,38 @@ def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes 
 
 ON_CPU = dict(stage1=512, stage2=2048) # tokens of a micro-batch
 
-def plan_for(recipe,             # `Stage1` or `Stage2`
-             config,             # of the model, from transformers
+def plan_for(config,                      # of the model, from transformers
+             setup: Setup, work: Work,
              device: str = "cpu",
-             processes: int = 1, # of the run
+             micro_tokens: int = 0,       # tokens of a micro-batch; 0: to be chosen
+             checkpointing: str = "auto", # always, never, or auto: to be chosen
             ) -> Plan:
     "The plan of a training run; ValueError when nothing fits."
-    gpu, setup, length = str(device).startswith("cuda"), setup_for(recipe, processes), recipe.max_length
-    work = Work(-(-recipe.global_batch//processes), length, length, getattr(recipe, "negatives", 0), length)
+    gpu, forced = str(device).startswith("cuda"), {"always": True, "never": False}.get(checkpointing)
     most = LIMITS[setup.stage] if setup.attention != "packed_sdpa" else 16384 # it pads each row to the longest
-    usual = recipe.micro_tokens or (most if gpu else ON_CPU[setup.stage])
-    said = {"always": True, "never": False}.get(recipe.gradient_checkpointing)
+    usual = micro_tokens or (most if gpu else ON_CPU[setup.stage])
     try: shape = shape_of(config)
     except ValueError as error:
-        return Plan(setup.stage, (tokens := min(usual, 16384)), bool(said), False, 1, 0, 0.0, 0.0,
+        tokens = min(usual, 16384)
+        return Plan(setup.stage, tokens, bool(forced), False, 1, 0, 0.0, 0.0,
                     f"{setup.stage}: {tokens} tokens a micro-batch, unplanned: {error}")
-    free = free_memory(device)/(1 if gpu else processes)/(2 if recipe.precision == "fp64" else 1)
-    if recipe.micro_tokens or said is not None:
-        return kept_plan(shape, setup, work, free, recipe.micro_tokens, said, usual)
-    return choose(shape, setup, work, free, at_most=usual, enough=ENOUGH if gpu else usual)
+    free = free_memory(device)/(1 if gpu else setup.processes)/(2 if setup.precision == "fp64" else 1)
+    if not micro_tokens and forced is None:
+        return choose(shape, setup, work, free, at_most=usual, enough=ENOUGH if gpu else usual)
+    return kept_plan(shape, setup, work, free, micro_tokens, forced, usual)
 
 # %% ../../nbs/training/01_memory.ipynb #03270400
-def kept_plan(shape: Shape, setup: Setup, work: Work, free: float, tokens: int, said, usual: int) -> Plan:
+def kept_plan(shape: Shape, setup: Setup, work: Work, free: float, tokens: int, forced, usual: int) -> Plan:
     "The plan where micro-batch or checkpointing are given already; the other one is chosen."
-    if said is None:
+    if forced is None:
         cut = setup.stage == "stage2" and tokens < sum(work.lengths("stage2")) # GradCache recomputes already
-        said = not cut and sum(memory(shape, setup, tokens).values()) > USABLE*free
+        forced = not cut and sum(memory(shape, setup, tokens).values()) > USABLE*free
     if not tokens:
-        fits = fitting_tokens(shape, setup, USABLE*free, said)
+        fits = fitting_tokens(shape, setup, USABLE*free, forced)
         # with checkpointing, stage II is one piece: cut in several it would recompute twice
-        whole = said and setup.stage == "stage2"
+        whole = forced and setup.stage == "stage2"
         tokens = fits if whole else max(min(fits, usual)//64*64, min(usual, 64))
-    return describe(shape, setup, work, tokens, said, math.ceil(sum(work.lengths(setup.stage))/tokens), free)
+    return describe(shape, setup, work, tokens, forced, math.ceil(sum(work.lengths(setup.stage))/tokens), free)
 
 # %% ../../nbs/training/01_memory.ipynb #9ba8f538
 def report(model: str,                # as `find_shape` takes it

@@ -1,7 +1,6 @@
 "How many processes compute a run, and how they share the model, leaves its trajectory alone; copies stay equal."
 import json
 import signal
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -74,25 +73,6 @@ def test_killed_run_that_shares_its_model(name, tmp_path):
     kill = lambda settings: stop_after(7, start(settings), tmp_path/"killed")
     interrupted(STAGES[name][0], STAGES[name][1] | dict(processes=2, sharding="fsdp2", micro_tokens=150), tmp_path,
                 kill)
-
-
-@pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed: pip install anchor_nb[deepspeed]")
-@pytest.mark.parametrize("sharding, name", [("zero1", "stage2"), ("zero2", "stage1"), ("zero2", "stage2")])
-def test_deepspeed_shares_states_and_changes_nothing(sharding, name, tmp_path):
-    "The trajectory of one process; stopped, gone on with in plain copies, and stopped, and gone on with by DeepSpeed."
-    stage, settings = STAGES[name]
-    settings = dict(settings, precision="fp64", global_batch=9, steps=18, save_steps=3)
-    run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
-    shared = dict(processes=2, sharding=sharding, micro_tokens=150)
-    move([shared, dict(processes=2), shared], stage, settings, tmp_path/"shared")
-    assert_same_trajectory(rows(tmp_path/"one"), rows(tmp_path/"shared"), 1e-5) # it adds up gradients in fp32
-    assert difference(tmp_path/"one", tmp_path/"shared") < 1e-5
-
-
-def test_deepspeed_that_is_not_there_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("anchor_nb.training.zero.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install anchor_nb\[deepspeed\]; or take sharding=fsdp2"):
-        train(recipe(Stage1, tmp_path/"run", sharding="zero2"))
 
 
 NO_EXCHANGE = """
