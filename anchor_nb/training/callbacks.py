@@ -45,7 +45,7 @@ class Snapshots(TrainerCallback):
     def __init__(self, every: int, save, out: Path): self.every, self.save, self.out = every, save, out
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):
-        "Write the adapter to `snapshots/step-N`, whole or not at all; the step's loss and gradient have been looked at by then."
+        "Write the adapter to `snapshots/step-N`, whole or not at all; loss and gradient have been checked by then."
         if "loss" not in logs or state.global_step % self.every or state.global_step == state.max_steps: return
         part, final = self.out/".snapshot", self.out/"snapshots"/f"step-{state.global_step}"
         self.save(model, part)

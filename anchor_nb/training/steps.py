@@ -24,8 +24,8 @@ from ..losses.reconstruction import DecodeRules
 
 # %% ../../nbs/training/04_steps.ipynb #65f5efbc
 def same_pieces(lengths: list, budget: int,
-                device) -> tuple: # (lists of text numbers, how many of them are run for nothing, at the end)
-    "Cut texts into as many pieces as on any other rank."
+                device) -> tuple: # (lists of text numbers, how many at the end are run only to keep step)
+    "Cut texts into as many pieces as the other ranks do."
     most = int(all_reduce(torch.tensor(len(cut_by_tokens(lengths, budget)), device=device), "MAX"))
     pieces = cut_by_tokens(lengths, budget, at_least=most)
     empty = most - len(pieces)
@@ -105,14 +105,11 @@ class ContrastiveStep:
                              f"pieces of {self.budget}: checkpointing and GradCache would both recompute it; use "
                              "gradient_checkpointing=never, or raise micro_tokens")
         pieces = [pack_texts([batch.texts[n] for n in piece]).to(device) for piece in cut]
-        order = torch.tensor([n for piece in cut[:len(cut) - empty] for n in piece] + [len(lengths) + k
-                                                                                       for k in range(empty)],
-                             device=device)
+        order = [n for piece in cut[:len(cut) - empty] for n in piece] + [len(lengths) + k for k in range(empty)]
         if self.guide: batch = batch._replace(guide=self.guide.states(batch.guide))
         batch = to_device(batch, device)
-        loss, facts = cached_step(model, pieces, order,
-                                  lambda embeddings: contrastive_objective(embeddings[:len(lengths)], batch,
-                                                                           self.rules), backward, sync)
+        objective = lambda embeddings: contrastive_objective(embeddings[:len(lengths)], batch, self.rules)
+        _, facts = cached_step(model, pieces, torch.tensor(order, device=device), objective, backward, sync)
         facts = dict(zip(facts, all_reduce(torch.stack([value.double() for value in facts.values()])).tolist()))
         return dict(facts, tokens=sum(lengths), false_negatives=round(facts["false_negatives"]),
                     candidates=round(facts["candidates"]))
@@ -134,7 +131,8 @@ def draw_shots(table,        # datasets.Dataset of the batch's dataset
 class Steps(torch.utils.data.Dataset):
     "The prepared batch of each step, for one rank."
     def __init__(self, tables: dict, batches: Batches, instructions: dict, step, first: int, last: int):
-        self.tables, self.batches, self.instructions, self.step, self.first, self.last = tables, batches, instructions, step, first, last
+        self.tables, self.batches, self.instructions = tables, batches, instructions
+        self.step, self.first, self.last = step, first, last
 
     def __len__(self): return self.last - self.first
 
@@ -144,7 +142,7 @@ class Steps(torch.utils.data.Dataset):
         number, (rank, ranks) = self.first + k, world()
         batch = self.batches(number)
         table = self.tables[batch.dataset]
-        shots = draw_shots(table, batch, self.instructions, self.step.few_shot, self.batches.seed,
-                           number) if self.step.few_shot else []
-        return self.step.prepare(examples(table, batch, self.instructions, self.step.negatives, rank, ranks), number,
-                                 batch.dataset, shots)
+        most, shots = self.step.few_shot, []
+        if most: shots = draw_shots(table, batch, self.instructions, most, self.batches.seed, number)
+        mine = examples(table, batch, self.instructions, self.step.negatives, rank, ranks)
+        return self.step.prepare(mine, number, batch.dataset, shots)
