@@ -101,7 +101,7 @@ def register_attention():
 
 def attention_inputs(implementation: str, packed: Packed,
                      visible: Tensor | None = None) -> dict: # keyword arguments for the decoder
-    "What an attention implementation has to know of a packed batch; ValueError when keys are hidden from one that cannot."
+    "What an attention implementation needs to know about a packed batch; ValueError if it cannot hide keys."
     if implementation == "packed_sdpa": return dict(packed=packed, where=slots(packed), visible=visible)
     if visible is not None:
         raise ValueError("hide_template needs attention=packed_sdpa")
@@ -116,7 +116,7 @@ def on_gpu() -> bool:
                                                                                                   "on")
 
 def weight_dtype(precision: str = "auto") -> torch.dtype:
-    "The type weights are kept in: fp32, but for `pure_bf16`, and `fp64` for exact comparisons; ValueError for another name."
+    "The dtype of the weights: fp32, except for `pure_bf16` and, for exact comparisons, `fp64`."
     kinds = dict(auto=torch.float32, fp32=torch.float32, bf16=torch.float32, pure_bf16=torch.bfloat16,
                  fp64=torch.float64)
     if precision not in kinds:

@@ -40,8 +40,8 @@ def run_packed(trunk: nn.Module,    # the decoder without its head
 PROBE = [[7, 8, 9, 10, 11, 12], [3, 4, 5, 6], [3, 4, 5, 7]] # a longer text, and two that differ at their end
 
 @torch.no_grad()
-def what_it_sees(model) -> tuple: # (what follows it, anything outside of its text): largest effect on a state, relative to states
-    "How far states of a loaded model depend on tokens behind them, and on other texts or padding."
+def what_it_sees(model) -> tuple: # (of later tokens, of other texts): the largest effect on a state, relative to states
+    "How far the states of a loaded model depend on later tokens, and on other texts or padding."
     device, before, training = next(model.parameters()).device, model.config._attn_implementation, model.training
     model.eval().set_attn_implementation("packed_sdpa")
     try: packed, alone = [run_packed(model.base_model, pack(texts).to(device)).float() for texts in (PROBE, PROBE[1:2])]
@@ -94,25 +94,25 @@ def check_causal(folder: str):
 
 # %% ../../nbs/models/03_backbone.ipynb #0b9d0c0c
 def quiet_bars():
-    "Away from a terminal, keep transformers from drawing a bar for every file it reads or writes."
+    "Turn off the progress bars of transformers where there is no terminal."
     import sys
     from transformers.utils import logging
     if not sys.stderr.isatty(): logging.disable_progress_bar()
 
 # %% ../../nbs/models/03_backbone.ipynb #16cccf3a
 def checkpoint_activations(model):
-    "Recompute the activations of each decoder layer in the backward pass."
+    "Turn on gradient checkpointing: each decoder layer runs again in the backward pass."
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(dict(use_reentrant=False))
 
 def is_checkpointed(model) -> bool:
-    "Whether any layer recomputes its activations."
+    "Whether gradient checkpointing is on in any layer."
     return any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
 
 # %% ../../nbs/models/03_backbone.ipynb #35bdfe9e
 @contextmanager
 def tensors_only(folder):
-    "A block that reads weights; ValueError when they break off, or are a pickle that holds more than tensors."
+    "A context for reading weights; ValueError for truncated files and for pickles that hold more than tensors."
     check_whole(folder)
     try: yield
     except Exception as error:
@@ -136,8 +136,8 @@ def grow_vocabulary(model, size: int): # tokens that the tokenizer knows
                                                                generator=random).to(old.device)).to(table.dtype)
 
 # %% ../../nbs/models/03_backbone.ipynb #f213590b
-def look_ways(model, bidirectional: bool | None):
-    "Write into a model's configuration which way it looks; unsaid, an encoder looks both ways and all others back."
+def set_causality(model, bidirectional: bool | None):
+    "Write into a model's configuration whether attention is causal; by default, encoders' is not."
     encoder = any(getattr(layer, "is_causal", None) is False for layer in model.modules())
     if bidirectional is None and getattr(model.config, "is_causal", None) is None and encoder: bidirectional = True
     if bidirectional is not None: model.config.is_causal = not bidirectional
@@ -150,17 +150,17 @@ def model_class(folder: str, head: bool): # head: must it have one?
 
 # %% ../../nbs/models/03_backbone.ipynb #8ea3efc3
 def looks_both_ways(folder: str, bidirectional: bool | None = None) -> bool: # bidirectional: as for `load_backbone`
-    "Whether a model that is loaded from there will look both ways; reads no weights."
+    "Whether a model loaded from there will be bidirectional; reads no weights."
     from transformers import AutoConfig
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"): model = model_class(folder, head=False).from_config(config)
-    look_ways(model, bidirectional)
+    set_causality(model, bidirectional)
     return not is_causal(model.config)
 
 # %% ../../nbs/models/03_backbone.ipynb #09f42163
 @contextmanager
 def takes_attention(folder):
-    "A block that builds a model; ValueError in words of ours when its class brings attention of its own."
+    "A context for building a model; ValueError, in our words, when its class has attention of its own."
     try: yield
     except ValueError as error:
         if "does not support an attention implementation" not in str(error):
@@ -173,7 +173,7 @@ def takes_attention(folder):
 def load_backbone(folder: str,                 # folder or hub id
                   attention: str = "auto",     # what `choose_attention` says; auto: let it choose
                   precision: str = "auto",     # see `weight_dtype`
-                  checkpointing: bool = False, # recompute activations in the backward pass
+                  checkpointing: bool = False, # gradient checkpointing
                   bidirectional: bool | None = None, # see the whole text; None: what its configuration says
                   head: bool = True,           # refuse a model without a language-model head
                   vocabulary: int = 0,         # tokens that the tokenizer knows; 0: as many as the model has
@@ -193,7 +193,7 @@ def load_backbone(folder: str,                 # folder or hub id
         raise ValueError(f"{folder} lacks weights for {', '.join(missing[:3])}; it is no complete causal language "
                          "model")
     model.config.use_cache = False
-    look_ways(model, bidirectional)
+    set_causality(model, bidirectional)
     grow_vocabulary(model, vocabulary)
     shorten_last_layer(model)
     check_attention(model)

@@ -8,7 +8,6 @@ __all__ = ['small_files', 'chain', 'use_of', 'LayoutSettings', 'training_formatt
 
 # %% ../../nbs/models/08_embedder.ipynb #4f3e7313
 import copy
-import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -239,7 +238,8 @@ class AnchorEmbedder(TextEncoder):
         layout = fit_layout(formatter.layout, pooling)
         if pooling == "tokens" and not layout.pooling_tokens:
             raise ValueError("pooling=tokens needs a checkpoint with pooling tokens; choose another pooling")
-        self.lm, self.pooling, self.prompts, self.normalize, self.sources = lm.eval(), pooling, prompts or {}, normalize, tuple(sources)
+        self.lm, self.pooling, self.prompts = lm.eval(), pooling, prompts or {}
+        self.normalize, self.sources = normalize, tuple(sources)
         self.read_from = on_disk(self.sources)
         self.formatter = formatter if layout == formatter.layout else Formatter(formatter.tokenizer, layout)
         self.device, self.dimension = next(lm.parameters()).device, lm.config.hidden_size
@@ -255,7 +255,7 @@ class AnchorEmbedder(TextEncoder):
                         precision: str = "auto", # auto: bf16 on a GPU, fp32 on a CPU; or fp32, bf16, fp64
                         device: str = "", micro_tokens: int = 0,
                         bidirectional: bool | None = None, # None: what the checkpoint says
-                        kind: str = "",         # one of `foreign.KINDS`; empty: what the files tell
+                        kind: str = "",         # one of `loading.KINDS`; empty: what the files tell
                         adapter: str = "",      # a further adapter on top, as LLM2Vec's supervised one on its MNTP one
                        ) -> "AnchorEmbedder":
         "Load what a stage, a snapshot, another library or a hub offers."
@@ -344,13 +344,14 @@ def to_device(embedder: AnchorEmbedder, device: str) -> AnchorEmbedder:
 
 # %% ../../nbs/models/08_embedder.ipynb #3e8ff3bd
 class Replicas(AnchorEmbedder):
-    "One embedder on several devices at once; it encodes as the one does, each part of the texts in a thread of its own."
+    "One embedder on several devices at once, which encode parts of the texts in threads; the result is the same."
     def __init__(self, embedder: AnchorEmbedder, devices: list[str]): # names such as cuda:0, or one name
         devices = [devices] if isinstance(devices, (str, torch.device)) else list(devices)
         if not devices:
             raise ValueError("device is an empty list; name a device, or leave it out")
-        here = lambda device: torch.device(device).type == embedder.device.type and torch.device(device).index in (None,
-                                                                                                                   embedder.device.index)
+        def here(device):
+            place = torch.device(device)
+            return place.type == embedder.device.type and place.index in (None, embedder.device.index)
         self.__dict__.update(embedder.__dict__)
         self.parts = [embedder if n == 0 and here(device) else embedder.to(device) for n, device in enumerate(devices)]
 

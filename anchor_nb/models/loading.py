@@ -27,18 +27,18 @@ LLM2VEC_POOLINGS = {"mean": "rest_mean", "weighted_mean": "rest_weighted_mean", 
 
 def read_llm2vec(folder: Path, base: str, # what the adapter sits on, whose name decides about the template
                  tokenizer, bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
-    "What LLM2Vec would do with a folder; ValueError when nothing says which way the model looks."
+    "What LLM2Vec would do with a folder; ValueError when nothing says whether the model is causal."
     path = folder/"llm2vec_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     mode = said.get("pooling_mode", "mean")
     if mode not in LLM2VEC_POOLINGS:
         raise ValueError(f"{path}: pooling_mode={mode!r}; there are {', '.join(LLM2VEC_POOLINGS)}")
     if mode == "eos_token" and bidirectional is None:
-        raise ValueError(f"{path} does not say which way the model looks; give bidirectional=true for a model of "
+        raise ValueError(f"{path} does not say whether the model is causal; give bidirectional=true for a model of "
                          "LLM2Vec, false for one of Anchor Embedding's authors")
-    pooling = LLM2VEC_POOLINGS[mode] if said.get("skip_instruction", True) else mode.replace("eos_token",
-                                                                                             "eos").replace("_token",
-                                                                                                            "").replace("bos", "first")
+    pooling = LLM2VEC_POOLINGS[mode]
+    if not said.get("skip_instruction", True):
+        pooling = mode.replace("eos_token", "eos").replace("_token", "").replace("bos", "first")
     chat = re.search(r"instruct|chat|-it\b", base.lower()) and tokenizer.chat_template
     head, tail = chat_parts(tokenizer) if chat else ("", "")
     layout = Layout(head, tail.rstrip("\n"), "", layout_of_tokenizer(tokenizer).bos, "chat" if chat else "plain",
@@ -100,7 +100,7 @@ def st_pooling(folder: Path, settings: dict) -> tuple: # (pooling, are prompts p
 # %% ../../nbs/models/06_loading.ipynb #90c44791
 def read_sentence_transformers(folder: Path, tokenizer,
                                bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
-    "What sentence-transformers would do with a folder; which way it looks is in the model's own configuration."
+    "What sentence-transformers would do with a folder; whether attention is causal is in the model's configuration."
     parts, about = st_modules(folder), read_json(folder/"config_sentence_transformers.json")
     pooling, prompts_count = st_pooling(parts["Pooling"], read_json(parts["Pooling"]/"config.json"))
     longest = (read_json(parts["Transformer"]/"sentence_bert_config.json").get("max_seq_length")

@@ -56,7 +56,7 @@ def pack_texts(texts: list,  # of `prompts.Tokens`, none empty
 def span_mean(hidden: Tensor, packed: Packed, begin: Tensor,
               end: Tensor, # [texts] where the span begins and ends in each text
               weighted: bool = False) -> Tensor: # [texts, hidden]
-    "The mean over a span of each text, with weights 1 to n if `weighted`; a text whose span is empty gives its last state."
+    "The mean over a span of each text, with weights 1 to n if `weighted`; the last state where the span is empty."
     text, (begin, end) = text_of_token(packed), [torch.where(end > begin, place, packed.lengths - last)
                                                  for place, last in ((begin, 1), (end, 0))]
     begin, end = begin[text], end[text]

@@ -132,7 +132,8 @@ def resolve_model(name: str) -> str:  # short name, folder or hub id -> folder o
     if name in BUILT_MODELS and not (name in MODELS and (hub_configured() or in_hub_cache(MODELS[name]))):
         return cached_model(name)
     if name in MODELS: return MODELS[name]
-    if not name or name[0] in "./~\\" or name.count("/") > 1 or name.endswith("/") or "/" in name and Path(name).parent.is_dir():
+    in_folder = "/" in name and Path(name).parent.is_dir()
+    if not name or name[0] in "./~\\" or name.count("/") > 1 or name.endswith("/") or in_folder:
         raise FileNotFoundError(f"There is no model folder {name!r}. Short names are {names}; a hub id looks like "
                                 "owner/model")
     near = difflib.get_close_matches(name, names.split(", "), n=1, cutoff=0.8)

@@ -26,7 +26,7 @@ def difference(one, other) -> float:
 
 
 def move(ways, stage, settings, out):
-    "A run that is begun in one way, killed after five rows, gone on with in another, killed after ten, and ended in a third."
+    "Start a run in one way, kill it after five rows, resume in another, kill it after ten, and finish in a third."
     for way, last in zip(ways, (5, 10)):
         process = start(recipe(stage, out, **settings | way))
         output = stop_after(last, process, out)
@@ -36,7 +36,7 @@ def move(ways, stage, settings, out):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_how_a_run_is_computed_does_not_change_it(name, tmp_path):
-    "Ten steps of nine examples in double precision: shares, pieces, and numbers of processes that do not divide the batch."
+    "Ten steps of nine examples in double precision: shards, pieces, numbers of processes that do not divide nine."
     stage, settings = STAGES[name]
     settings = dict(settings, precision="fp64", global_batch=9)
     run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
@@ -48,7 +48,7 @@ def test_how_a_run_is_computed_does_not_change_it(name, tmp_path):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_rank_with_fewer_texts_keeps_step(name, tmp_path):
-    "Three examples on two ranks, a piece for each text: the rank with fewer runs one again, for nothing, or the other would wait for ever."
+    "Three examples on two ranks, a piece for each text: the rank with fewer repeats one, or the other would hang."
     stage, settings = STAGES[name]
     settings = dict(settings, precision="fp64", global_batch=3, steps=4)
     run(recipe(stage, tmp_path/"one", micro_tokens=10_000, **settings))
@@ -77,8 +77,10 @@ def test_killed_run_that_shares_its_model(name, tmp_path):
 
 NO_EXCHANGE = """
 import anchor_nb.training.trainer as training
-training.AnchorTrainer.__init__ = (lambda before: lambda self, *args, **kwargs: before(self, *args, **kwargs) or setattr(self, "shared", False) or
-    setattr(self.accelerator, "prepare_model", lambda model, **_: model))(training.AnchorTrainer.__init__)
+def without_ddp(self, *args, before=training.AnchorTrainer.__init__, **kwargs):
+    before(self, *args, **kwargs)
+    self.accelerator.prepare_model = lambda model, **_: model
+training.AnchorTrainer.__init__ = without_ddp
 from contextlib import nullcontext
 import accelerate; accelerate.Accelerator.no_sync = lambda self, model: nullcontext()
 """
@@ -123,7 +125,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint(number, tmp_path):
         process = start(settings)
         output = stop_after(5, process, tmp_path/"killed", number)
         steps = len(rows(tmp_path/"killed"))
-        assert process.returncode and f"stopped by {number.name} after step {steps} of 24, with a checkpoint" in output, output[-2000:]
+        said = f"stopped by {number.name} after step {steps} of 24, with a checkpoint"
+        assert process.returncode and said in output, output[-2000:]
         assert checkpoints(tmp_path/"killed")[-1].name == f"checkpoint-{steps}"
     interrupted(*STAGES["stage1"], tmp_path, stop)
 
@@ -142,8 +145,8 @@ def test_no_number_stops_the_run(what, patch, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=f"the {what} is (nan|inf) in step 7, whose batch is 8 rows of toy"):
         train(recipe(Stage1, tmp_path/"run", save_steps=3))
     assert len(json.loads((tmp_path/"run"/"not_finite.json").read_text())["rows"]) == 8
-    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-3",
-                                                                       "checkpoint-6"] and len(rows(tmp_path/"run")) == 6
+    assert [folder.name for folder in checkpoints(tmp_path/"run")] == ["checkpoint-3", "checkpoint-6"]
+    assert len(rows(tmp_path/"run")) == 6
     monkeypatch.undo()
     train(recipe(Stage1, tmp_path/"run", save_steps=3))
     train(recipe(Stage1, tmp_path/"whole", save_steps=3))
