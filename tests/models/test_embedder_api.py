@@ -1,4 +1,4 @@
-"""The embedder as users of sentence-transformers call it, and the search on top, where a notebook cell cannot show it: any text, both libraries side by side, no faiss, a disk that fails."""
+"""The embedder as users of sentence-transformers call it, and search on top: any text, no faiss, a full disk."""
 import inspect
 import subprocess
 import sys
