@@ -78,7 +78,7 @@ def plan_memory(model: option(str, "folder, hub id, short name, or such as llama
                 mean_query: option(int, "tokens of a query on average") = 25,
                 mean_document: option(int, "tokens of a document on average") = 180, global_batch: int = 512,
                 precision: str = "bf16", optimizer: str = "adamw",
-                sharding: option(str, "ddp, fsdp2, zero1 or zero2") = "ddp",
+                sharding: option(str, "ddp or fsdp2") = "ddp",
                 rank: option(int, "rank of stage II's adapters; 0: all parameters train") = 16,
                 rate: option(float, "10^12 operations a second of one GPU's matrix products; without, no seconds") = 0,
                 as_json: AsJson = False):

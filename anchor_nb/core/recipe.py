@@ -90,9 +90,8 @@ class Training(Recipe):
                              "ours; the authors' code trains pure bf16 weights",
                              ("auto", "fp32", "bf16", "pure_bf16", "fp64"), group="optimizer")
     processes: int = setting(1, "processes of this launch; 0: one for each GPU", "paper: 8 GPUs", how=True, bound=">=0")
-    sharding: str = setting("ddp", "shared among processes: ddp (nothing), fsdp2 (weights and states), zero1, zero2",
-                            "ours; zero1 and zero2 need pip install anchor_nb[deepspeed]",
-                            ("ddp", "fsdp2", "zero1", "zero2"), how=True)
+    sharding: str = setting("ddp", "shared among processes: ddp (nothing), fsdp2 (weights, gradients and states)",
+                            "ours", ("ddp", "fsdp2"), how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: what fits on a GPU, 512 or 2048 on a CPU",
                                 "ours: it changes speed and memory only", how=True, bound=">=0")
     gradient_checkpointing: str = setting("auto", "always, never, or auto: where nothing else fits",

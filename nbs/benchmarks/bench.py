@@ -29,21 +29,21 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TrainerCallback
 
 from anchor_nb.core.recipe import Stage1, Stage2
-from anchor_nb.data.corpora import training_instructions
 from anchor_nb.data.rows import Example
 from anchor_nb.losses.reconstruction import Reconstruction
 from anchor_nb.models.attention import on_gpu, weight_dtype
 from anchor_nb.models.backbone import is_checkpointed, language_model
-from anchor_nb.models.embedder import AnchorEmbedder, training_formatter
+from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.runs.ledger import append_rows
 from anchor_nb.runs.manifest import now
 from anchor_nb.runs.provenance import code_version, library_versions, machine
 from anchor_nb.training.flops import Shape
-from anchor_nb.training.memory import find_shape, matrix_rate, plan_for, setup_for, shape_of, stage1_flops
-from anchor_nb.training.memory import memory as planned
+from anchor_nb.training.memory import find_shape, matrix_rate, shape_of, stage1_flops
+from anchor_nb.training.memory import memory as parts_of
 from anchor_nb.training.steps import ReconstructionStep, Steps
-from anchor_nb.training.trainer import build_model, check_inputs, make_trainer, saver, training_arguments
+from anchor_nb.training.trainer import (AnchorTrainer, Resolved, build_model, check_inputs, planned, setup_of,
+                                        training_arguments)
 from isolation import OURS, check_same, forget_peak, gpu, in_turns, isolated, memory, merged, status, timed, wait
 from peers import (PaddedStep, add_their_lora, closing, encode_padded, fingerprint, pass_lengths, sentence_transformer,
                    their_ids, their_trainer, triplets)
@@ -60,19 +60,18 @@ def device_type() -> str: return "cuda" if on_gpu() else "cpu"
 
 def stage1_module(way: str, recipe: Stage1) -> tuple:  # (module, step)
     "Ours as training runs it; the naive one from the plain model, as transformers loads it."
-    folder = resolve_model(recipe.model)
-    formatter = training_formatter(folder, recipe)
-    plan = plan_for(recipe, AutoConfig.from_pretrained(folder), device_type())
-    if way == OURS: module, step = build_model(recipe, None, plan.gradient_checkpointing, formatter), ReconstructionStep
+    resolved = Resolved(recipe)
+    plan = planned(recipe, resolved, device_type())
+    if way == OURS: module, step = build_model(resolved, checkpointing=plan.gradient_checkpointing), ReconstructionStep
     else:
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=weight_dtype(recipe.precision),
+        plain = AutoModelForCausalLM.from_pretrained(resolved.model, dtype=weight_dtype(recipe.precision),
                                                      attn_implementation="sdpa")
         module, step = Reconstruction(plain, recipe.alpha), PaddedStep
     module.to(device_type()).train()
     if training_arguments(recipe).bf16:
         for part in (module, module.lm, module.lm.base_model):
             part.forward = torch.autocast(device_type(), torch.bfloat16)(part.forward)
-    return module, step(recipe, formatter, plan.micro_tokens)
+    return module, step(resolved.rules, resolved.formatter, plan.micro_tokens)
 
 
 def operator_share(work) -> float:
@@ -99,7 +98,7 @@ def efficiency(way: str, recipe: Stage1, batch: list, eos: int, seconds: float, 
 def predicted(recipe, module, tokens: int, *without: str) -> int:  # bytes; 0 for a model that the planner does not know
     "The peak that the memory planner expects; tokens: of the largest micro-batch; without: parts not measured."
     lm = language_model(module.lm)
-    try: parts = planned(shape_of(lm), setup_for(recipe), tokens, is_checkpointed(lm))
+    try: parts = parts_of(shape_of(lm), setup_of(Resolved(recipe)), tokens, is_checkpointed(lm))
     except ValueError: return 0
     return int(sum(value for name, value in parts.items() if name not in without))
 
@@ -146,7 +145,7 @@ class Clock(TrainerCallback):
 
 def our_trainer(recipe: Stage2, inputs, arguments) -> tuple:  # (trainer, losses, its token ids, further figures)
     "Stage II as `train` runs it; the losses fill as it trains."
-    trainer, losses = make_trainer(recipe, inputs, arguments, saver(recipe, inputs.formatter, inputs.data), None), []
+    trainer, losses = AnchorTrainer(recipe, inputs, arguments), []
     run = trainer.step.run
     def noted(*args):
         facts = run(*args)
@@ -234,8 +233,8 @@ def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then ca
     forget_peak()
     recipe = Stage1(out=work, **settings)
     inputs = check_inputs(recipe)
-    batch = Steps(inputs.tables, inputs.batches, training_instructions(recipe.instructions),
-                  ReconstructionStep(recipe, inputs.formatter, 1024), 0, recipe.steps)[0]
+    step = ReconstructionStep(inputs.rules, inputs.formatter, 1024)
+    batch = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, recipe.steps)[0]
     own = dict(own_bytes=status("RssAnon")) if sys.platform == "linux" else {}
     return dict(own, seconds=[time.perf_counter() - start], before_bytes=before, peak_bytes=memory()[1],
                 examples=sum(map(len, inputs.tables.values())), first=len(batch["anchor"]))

@@ -1,4 +1,4 @@
-"Causal or bidirectional, packed or padded: every family gives the states of one text alone, or is refused; poolings see what they should."
+"Causal or bidirectional, packed or padded: every family gives the states of a single text, or is refused."
 from dataclasses import replace
 
 import pytest
@@ -39,7 +39,9 @@ every_model = pytest.mark.parametrize("family, causal", MODELS)
 def padded(model, sequences, side):
     "States of padded rows under plain attention, as transformers runs them."
     longest = max(map(len, sequences))
-    fill = lambda text, with_: [with_]*(longest - len(text)) + text if side == "left" else text + [with_]*(longest - len(text))
+    def fill(text, value):
+        padding = [value]*(longest - len(text))
+        return padding + text if side == "left" else text + padding
     mask = torch.tensor([fill([1]*len(text), 0) for text in sequences])
     model.set_attn_implementation("sdpa")
     try:
@@ -172,8 +174,8 @@ def test_a_pooling_is_a_mean_of_its_span_and_knows_its_text_alone(name, said, se
         outside[[k for k in range(len(own)) if k not in inside]] = 9.0
         # what is outside of the span does not count
         torch.testing.assert_close(pool_states(name, outside, pack_texts([text]))[0], vector)
-        weights = torch.arange(1, len(inside) + 1.0, dtype=own.dtype) if "weighted" in name else torch.ones(len(inside),
-                                                                                                            dtype=own.dtype)
+        weights = torch.ones(len(inside), dtype=own.dtype)
+        if "weighted" in name: weights = weights.cumsum(0)
         torch.testing.assert_close((own[list(inside)]*weights[:, None]).sum(0)/weights.sum(), vector)
 
 

@@ -1,4 +1,4 @@
-"""The embedder as users of sentence-transformers call it, and the search on top, where a notebook cell cannot show it: any text, both libraries side by side, no faiss, a disk that fails."""
+"""The embedder as users of sentence-transformers call it, and search on top: any text, no faiss, a full disk."""
 import inspect
 import subprocess
 import sys
@@ -38,8 +38,8 @@ def test_forms_of_a_prompt(embedder):
     for prompt, ways in {"compare these:\n": [dict(prompt_name="sts"), dict(instruction="sts"),
                                               dict(prompt_name="sts", role="query"), dict(instruction=["sts"]*5)],
                          "question: ": [dict(prompt_name="query"), dict(role="query"),
-                                        dict(instruction=[""]*5, role="query")], "": [dict(), dict(role="document"),
-                                                                                      dict(prompt_name="document")]}.items():
+                                        dict(instruction=[""]*5, role="query")],
+                         "": [dict(), dict(role="document"), dict(prompt_name="document")]}.items():
         for way in ways: same(embedder.encode(TEXTS, **way), embedder.encode(TEXTS, prompt=prompt))
     same(embedder.encode_query(TEXTS), embedder.encode(TEXTS, prompt="question: "))
     same(embedder.encode_query(TEXTS, "sts"), embedder.encode_query(TEXTS, prompt_name="sts"))
@@ -184,8 +184,8 @@ def test_the_result_has_the_type_that_sentence_transformers_gives():
                                                                                        theirs.encode(TEXTS[0])))
     same(ours.similarity_pairwise(ours.encode(TEXTS), 3*ours.encode(TEXTS[::-1])),
          theirs.similarity_pairwise(theirs.encode(TEXTS), theirs.encode(TEXTS[::-1])))
-    assert (ours.max_seq_length, ours.get_embedding_dimension(), ours.similarity_fn_name) == (theirs.max_seq_length,
-                                                                                              theirs.get_embedding_dimension(), theirs.similarity_fn_name)
+    facts = lambda model: (model.max_seq_length, model.get_embedding_dimension(), model.similarity_fn_name)
+    assert facts(ours) == facts(theirs)
 
 
 def test_smaller_numbers_are_made_of_all_texts_of_a_call(embedder):
@@ -197,8 +197,8 @@ def test_smaller_numbers_are_made_of_all_texts_of_a_call(embedder):
                                                                                        else np.int8)
         spread = embedder.encode(TEXTS, truncate_dim=16, precision=precision, device=["cpu", "cpu"]).astype(int)
         assert (abs(spread - found) <= 1).mean() > 0.9 # a rounding may fall on the other side of a step
-    assert embedder.encode([], precision="int8").shape == (0, 64) and embedder.encode([], precision="binary",
-                                                                                      convert_to_tensor=True).shape == (0, 8)
+    assert embedder.encode([], precision="int8").shape == (0, 64)
+    assert embedder.encode([], precision="binary", convert_to_tensor=True).shape == (0, 8)
     with pytest.raises(ValueError, match="one text does not show"): embedder.encode("a", precision="int8")
 
 

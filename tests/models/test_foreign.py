@@ -115,7 +115,7 @@ def test_a_default_prompt_and_vectors_of_any_length(tmp_path):
 
 
 def test_what_is_called_a_cosine_is_one(tmp_path):
-    "By the embedder, in an evaluation, by a filter, in a search, and in mining, for vectors of any length; as sentence-transformers and mteb have it."
+    "By the embedder, in an evaluation, by a filter, in a search, and in mining; as sentence-transformers and mteb do it."
     from mteb.abstasks.task_metadata import TaskMetadata
     from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
     from mteb.types import PromptType
@@ -285,7 +285,7 @@ def llm2vec_folders(tmp_path, base=TINY, **config):
 
 @pytest.mark.parametrize("instruct", [False, True])
 def test_llm2vec(tmp_path, instruct):
-    "Both adapters merged in their order, both ways, the mean over what follows the instruction; a chat template where the base's name says so."
+    "Both adapters merged in their order, both ways, the mean behind the instruction; a chat template where the base's name asks for it."
     from peft import PeftModel
     base = tmp_path/("Llama-Instruct" if instruct else "base")
     shutil.copytree(TINY, base)
@@ -354,7 +354,7 @@ def test_gritlm(tmp_path):
 
 
 def test_gritlm_re_keeps_the_first_word_of_a_query(tmp_path):
-    "Counted alone, `Query: ` is a token longer than before a word, and GritLM's mean lacks the word's token; offsets do not err."
+    "Counted alone, `Query: ` is a token longer than before a word, and GritLM's mean lacks the word's token; offsets are right."
     folder = gritlm_folder(tmp_path)
     ours = AnchorEmbedder.from_pretrained(folder, kind="gritlm-re")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
@@ -418,8 +418,8 @@ def test_training_goes_on_in_the_layout_of_the_makers(tmp_path):
                  | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"}))
     recipe = Stage2(pooling="rest_mean", bidirectional=True, max_length=64)
     for instruction in ("", "find animals"):
-        assert training_formatter(grit, recipe)(TEXTS[:1],
-                                                instruction) == AnchorEmbedder.from_pretrained(grit).formatter(TEXTS[:1], instruction)
+        theirs = AnchorEmbedder.from_pretrained(grit).formatter
+        assert training_formatter(grit, recipe)(TEXTS[:1], instruction) == theirs(TEXTS[:1], instruction)
     said = training_formatter(grit, replace(recipe, instruction_format="Find: {instruction} {text}"))
     assert said.tokenizer.decode(said(["x"], "animals")[0].ids).endswith("Find: animals x")
     with pytest.raises(ValueError, match=r"no \[EOS\] behind its texts, which pooling=eos needs; its makers take "
@@ -428,10 +428,10 @@ def test_training_goes_on_in_the_layout_of_the_makers(tmp_path):
     assert training_formatter(grit, Stage2(template="plain")).layout == load_formatter(grit,
                                                                                        Stage2(template="plain")).layout
     assert training_formatter(TINY, Stage2()).layout == load_formatter(TINY, Stage2()).layout
-    AutoModel.from_pretrained(TINY).save_pretrained(tmp_path/"authors"); AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path/"authors")
+    for part in (AutoModel, AutoTokenizer): part.from_pretrained(TINY).save_pretrained(tmp_path/"authors")
     authors = write(tmp_path/"authors", llm2vec_config=dict(pooling_mode="eos_token", skip_instruction=True))
-    assert training_formatter(authors, Stage2()).layout == AnchorEmbedder.from_pretrained(authors,
-                                                                                          bidirectional=False).formatter.layout
+    loaded = AnchorEmbedder.from_pretrained(authors, bidirectional=False)
+    assert training_formatter(authors, Stage2()).layout == loaded.formatter.layout
 
 
 def sides(candidate, name="Facts", kind="Retrieval"):

@@ -3,6 +3,7 @@ import json
 import os
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from common import check_pinned
@@ -100,13 +101,15 @@ def test_a_checkpoint_of_other_inputs_is_not_gone_on_from(tmp_path, changed):
     from anchor_nb.training.trainer import check_same_run
     made, beside = Stage2(out=str(tmp_path), save_steps=2), dict(instructions="ab")
     facts = dict(data={}, inputs=beside, engine=engine_of("stage2"), recipe=settings_of(made))
+    here = SimpleNamespace(stage="stage2", **facts)
     (tmp_path/"checkpoint-2").mkdir()
     (tmp_path/"checkpoint-2"/"anchor_nb.json").write_text(json.dumps(facts))
-    check_same_run(made, {}, beside)
+    check_same_run(tmp_path, here)
     (tmp_path/"checkpoint-2"/"anchor_nb.json").write_text(json.dumps(facts | {"engine": {"training": 0}}))
     with pytest.raises(ValueError, match="another content of instructions" if changed == "instructions"
                        else "trains otherwise"):
-        check_same_run(made, {}, dict(instructions="cd") if changed == "instructions" else beside)
+        if changed == "instructions": here.inputs = dict(instructions="cd")
+        check_same_run(tmp_path, here)
 
 
 def test_scores_of_other_scoring_code_are_not_todays(monkeypatch):

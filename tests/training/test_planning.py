@@ -9,7 +9,6 @@ from hypothesis import given, settings, strategies as st
 from anchor_nb.training import memory as planning
 from anchor_nb.training.flops import SHAPES, Shape, forward_flops, padded, stage1_flops, stage2_flops
 from anchor_nb.training.memory import STATES, USABLE, Setup, Work, choose, fitting_tokens, memory, plan_for
-from anchor_nb.core.recipe import Stage1, Stage2
 
 GB = 10**9
 shapes = st.builds(lambda layers, heads, groups, size, mlp, vocabulary, tied: Shape(layers, heads*size, heads*size,
@@ -42,14 +41,12 @@ def test_operations_add_up_over_texts(shape, some, others):
 @several
 @given(shapes, lengths)
 def test_what_is_saved_never_costs(shape, texts):
-    assert total(forward_flops(shape, texts, only_last=True)) <= total(forward_flops(shape,
-                                                                                     texts)) <= total(forward_flops(shape, padded(texts)))
+    least, plain = total(forward_flops(shape, texts, only_last=True)), total(forward_flops(shape, texts))
+    assert least <= plain <= total(forward_flops(shape, padded(texts)))
     assert total(stage1_flops(shape, texts, texts)) < total(stage1_flops(shape, padded(texts), padded(texts),
                                                                          only_last=False, recomputed=1))
-    assert total(stage2_flops(shape, texts, rank=1)) <= total(stage2_flops(shape, texts,
-                                                                           rank=2)) < total(stage2_flops(shape, texts,
-                                                                                                         rank=2,
-                                                                                                         recomputed=0.5))
+    one, two = [total(stage2_flops(shape, texts, rank=rank)) for rank in (1, 2)]
+    assert one <= two < total(stage2_flops(shape, texts, rank=2, recomputed=0.5))
 
 
 @several
@@ -115,33 +112,38 @@ def tiny():
                                 num_attention_heads=4, num_key_value_heads=2)
 
 
-@pytest.mark.parametrize("stage", [Stage1, Stage2])
-@pytest.mark.parametrize("precision", ["auto", "fp32", "fp64", "pure_bf16"])
+SETUPS = {stage: Setup(stage, "fp32", attention="packed_sdpa", head_rows=1024) for stage in ("stage1", "stage2")}
+EIGHT = Work(examples=8, query=64, document=64, max_length=64)
+MANY = Work(examples=512, query=64, document=64, max_length=64)
+
+
+@pytest.mark.parametrize("stage", SETUPS)
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "pure_bf16"])
 def test_a_run_on_a_cpu_keeps_its_micro_batches(stage, precision, tiny):
-    plan = plan_for(stage(precision=precision, max_length=64, global_batch=8), tiny)
-    assert (plan.micro_tokens, plan.gradient_checkpointing) == (planning.ON_CPU[stage.__name__.lower()], False)
+    plan = plan_for(tiny, replace(SETUPS[stage], precision=precision), EIGHT)
+    assert (plan.micro_tokens, plan.gradient_checkpointing) == (planning.ON_CPU[stage], False)
 
 
-@pytest.mark.parametrize("stage", [Stage1, Stage2])
+@pytest.mark.parametrize("stage", SETUPS)
 @pytest.mark.parametrize("asked, checkpointing", [("always", True), ("never", False), ("auto", False)])
 def test_what_the_user_says_stands(stage, asked, checkpointing, tiny):
-    plan = plan_for(stage(micro_tokens=300, gradient_checkpointing=asked), tiny)
+    plan = plan_for(tiny, SETUPS[stage], MANY, micro_tokens=300, checkpointing=asked)
     assert (plan.micro_tokens, plan.gradient_checkpointing) == (300, checkpointing)
 
 
 def test_short_memory_makes_smaller_pieces_or_says_so(tiny, monkeypatch):
+    first, second = SETUPS.values()
     monkeypatch.setattr(planning, "free_memory", lambda device: 11e6)
-    assert plan_for(Stage1(max_length=64), tiny).micro_tokens < planning.ON_CPU["stage1"]
-    assert plan_for(Stage1(max_length=64, micro_tokens=1024), tiny).gradient_checkpointing
-    # GradCache recomputes already
-    assert not plan_for(Stage2(max_length=64, micro_tokens=256), tiny).gradient_checkpointing
+    assert plan_for(tiny, first, MANY).micro_tokens < planning.ON_CPU["stage1"]
+    assert plan_for(tiny, first, MANY, micro_tokens=1024).gradient_checkpointing
+    assert not plan_for(tiny, second, MANY, micro_tokens=256).gradient_checkpointing # GradCache recomputes already
     monkeypatch.setattr(planning, "free_memory", lambda device: 1e6)
-    with pytest.raises(ValueError, match="stage1 does not fit: it needs"): plan_for(Stage1(max_length=64), tiny)
+    with pytest.raises(ValueError, match="stage1 does not fit: it needs"): plan_for(tiny, first, MANY)
 
 
 def test_an_unknown_architecture_is_run_unplanned():
     from transformers import AutoConfig
-    plan = plan_for(Stage1(), AutoConfig.for_model("gpt2"))
+    plan = plan_for(AutoConfig.for_model("gpt2"), SETUPS["stage1"], Work())
     assert plan.micro_tokens == planning.ON_CPU["stage1"] and "unplanned" in plan.why
 
 

@@ -74,8 +74,8 @@ def test_kill_while_a_checkpoint_is_written(tmp_path):
         process = start(settings, before=KILL_IN_SAVE)
         process.communicate(timeout=300)
         assert process.returncode == -signal.SIGKILL
-        assert [p.name for p in checkpoints(tmp_path/"killed")] == ["checkpoint-2",
-                                                                    "checkpoint-4"] and (tmp_path/"killed"/".writing"/"checkpoint-6").exists()
+        assert [p.name for p in checkpoints(tmp_path/"killed")] == ["checkpoint-2", "checkpoint-4"]
+        assert (tmp_path/"killed"/".writing"/"checkpoint-6").exists()
     interrupted(*STAGES["stage1"], tmp_path, kill)
 
 
