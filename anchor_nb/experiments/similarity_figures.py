@@ -350,5 +350,5 @@ def score_histograms(report: dict): # dataset -> report of `mine` or of `filter_
         figure, panels = _panels(-(-len(report)//columns), columns, 4.6, 2.8)
         for axes, (name, facts) in zip(panels.flat, report.items()): _histogram(axes, name, facts)
         for axes in panels.flat[len(report):]: axes.set_axis_off()
-        panels.flat[0].legend(frameon=False, fontsize=8)
+        figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, frameon=False)
         return _finish(figure)
