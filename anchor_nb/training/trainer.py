@@ -40,7 +40,7 @@ from ..runs.fault_tolerance import BUDGET, Stopping, check_finite, halving, kept
 from .callbacks import Progress, Snapshots, curves
 from ..losses.infonce import Embedding
 from ..core.distributed import world
-from ..losses.matryoshka import sizes_of
+from ..losses.contrastive import sizes_of
 from ..losses.distillation import check_scale
 from ..losses.objectives import Objectives, make_objectives
 from ..losses.simcse import set_attention_dropout
