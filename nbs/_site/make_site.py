@@ -33,7 +33,7 @@ WINGS = dict(core="Settings and files", data="Texts and data", models="Models", 
              inference="Search and mining", evaluation="Evaluation", analysis="Looking inside",
              experiments="Experiments and figures",
              release="Export and release", benchmarks="Benchmarks", cli="The command line")
-TUTORIALS = ["quickstart", "own_data", "anchor", "search_page", "evaluation", "ablations", "relatives", "cost",
+TUTORIALS = ["quickstart", "own_data", "anchor", "village", "search_page", "evaluation", "ablations", "relatives", "cost",
              "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
 ROOMS = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES), "studies": ("Studies", []),
