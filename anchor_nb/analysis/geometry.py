@@ -76,7 +76,7 @@ def skewness(counts: Tensor) -> float: # [texts]
     return float(deviation.pow(3).mean()/scale**3) if scale > 0 else 0.0
 
 # %% ../../nbs/analysis/02_geometry.ipynb #b4be266b
-def gaussian_distance(points: Tensor, seed: int = 0) -> float: # [texts, hidden] of length 1; 0 on average for a Gaussian
+def gaussian_distance(points: Tensor, seed: int = 0) -> float: # [texts, hidden] of length 1; around 0 for a Gaussian
     "Squared distance (Epps-Pulley) between the characteristic functions of random projections and of a Gaussian."
     # 256 as SIGReg's authors take; in parts, for memory
     parts = random_directions(points.shape[1], 256, seed, 0, points.device).split(32, dim=1)

@@ -109,7 +109,8 @@ def open_readers(a: str, b: str, twin: str, settings: Settings) -> dict: # name 
     shapes = {name: (reader.states, reader.width) for name, reader in others.items()}
     if twin and shapes["twin"] != shapes["b"]:
         raise ValueError(f"twin {twin} has {shapes['twin'][0]} states of {shapes['twin'][1]} dimensions, {b} has "
-                         f"{shapes['b'][0]} of {shapes['b'][1]}; a twin is trained by the same recipe with another seed")
+                         f"{shapes['b'][0]} of {shapes['b'][1]}; a twin is trained by the same recipe with another "
+                         "seed")
     return dict(a=first) | others
 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #6d7cac43

@@ -274,7 +274,8 @@ def probe(a: np.ndarray,   # [texts, width] vectors of one model
     unit = lambda rows: rows/np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
     a, b = unit(np.asarray(a, np.float64)), unit(np.asarray(b, np.float64))
     train, test = split_by_class(labels, seed=seed)
-    fit = lambda rows: make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(rows[train], labels[train])
+    classifier = lambda: make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    fit = lambda rows: classifier().fit(rows[train], labels[train])
     source, (names, counts) = fit(a), np.unique(labels[train], return_counts=True)
     answers = dict(source=source.predict(a[test]), target=fit(b).predict(b[test]),
                    chance=np.full(len(test), names[counts.argmax()]))

@@ -88,7 +88,8 @@ class MaskedPrediction:
             raise ValueError("objective mntp needs bidirectional=true; causal states cannot see what follows a mask")
 
     def prepare(self, pairs: list, step: int) -> list:
-        return [mask_text(text, generator_of(self.seed, step, text.ids), *self.rules) for pair in pairs for text in pair]
+        return [mask_text(text, generator_of(self.seed, step, text.ids), *self.rules)
+                for pair in pairs for text in pair]
     def counts(self, items: list) -> list: return [sum(len(item.places) for item in items)]
     def lengths(self, items: list) -> list: return [len(item.ids) for item in items]
     def pack(self, items: list) -> MaskedBatch: return pack_masked(items)

@@ -175,7 +175,8 @@ def vectors(lm, packed: Packed, # texts packed by `pack_texts`
            ) -> Tensor:         # [texts, hidden]
     "One vector for each text, with gradient; for [EOS], the last layer runs at that token alone."
     last_only, trunk = needs_last_only(pooling), trunk_of(lm)
-    with nullcontext() if norm else before_norm(trunk): states = run_packed(trunk, packed, embeddings, only_last=last_only)
+    with nullcontext() if norm else before_norm(trunk):
+        states = run_packed(trunk, packed, embeddings, only_last=last_only)
     return states if last_only else pool_states(pooling, states, packed)
 
 # %% ../../nbs/losses/00_reconstruction.ipynb #f6d0efb5
