@@ -19,7 +19,7 @@ from ..data.packages import cache_dir
 from ..runs.ledger import read_json, write_json
 from ..runs.provenance import peak_gpu_memory, peak_memory
 from ..inference.corpus_encoding import model_files
-from .hidden_states import Reader, Settings, block_rows, dealt, matched, open_readers
+from .hidden_states import Settings, block_rows, dealt, matched, open_readers
 from .representation_similarity import (Moments, block_interval, correlations, cosine,
                                                           dimension_correlations, hsic, interval_lists, neighbours,
                                                           observe, overlap, permuted, plain_list, probe, ratio,
