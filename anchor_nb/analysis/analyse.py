@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/analysis/04_analyse.ipynb #7bd7d017
-import hashlib, io, json
+import io, json
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -16,7 +16,7 @@ from ..core.files import keep_apart, write_text
 from .geometry import geometry, isotropic
 from ..runs.ledger import append_rows, write_json
 from ..data.packages import cache_dir
-from .compare import Settings, compare
+from .compare import Settings, compare, digest
 from ..data.retrieval_sets import read_retrieval, relevant
 
 # %% ../../nbs/analysis/04_analyse.ipynb #de886b42
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
     @property
     def sha256(self):
-        return hashlib.sha256(json.dumps([self.fields, self.rows, self.negatives, self.labels]).encode()).hexdigest()
+        return digest([self.fields, self.rows, self.negatives, self.labels])
 
 # %% ../../nbs/analysis/04_analyse.ipynb #f3a9e9ef
 def fields_of(raw: dict, wanted: list) -> list: # names
@@ -53,7 +53,7 @@ def text_of(raw: dict, name: str, place: str) -> str:
     return texts[0][1]
 
 def negative_of(raw: dict, fields: list, texts: list, place: str) -> str: # empty where there is none
-    "The first hard negative of a pair, among the fields in which training finds them; ValueError names file, line and field."
+    "The first hard negative of a pair, from the fields that training reads; ValueError names file, line and field."
     further = {name: value for name, value in raw.items() if name.startswith("neg") and name not in fields
                and "scores" not in name}
     try: negatives = parse_row(further | dict(query=texts[0], positive=raw[fields[1]]))["negatives"]
@@ -129,19 +129,19 @@ def embeddings(candidate: Candidate, sample: Sample,
     "A model's vectors of the drawn texts, from the cache where it has them."
     how = dict(pooling=settings.pooling, instruction=settings.instruction, texts=sample.sha256,
                model=revision(candidate, settings.max_length))
-    path = cache_dir()/"embeddings"/f"{hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:32]}.npz"
+    path = cache_dir()/"embeddings"/f"{digest(how)[:32]}.npz"
     if path.is_file():
         with np.load(path) as kept: return dict(kept)
     from anchor_nb.models.embedder import AnchorEmbedder
     embedder = AnchorEmbedder.from_pretrained(candidate.source, pooling=settings.pooling,
                                               max_length=settings.max_length, micro_tokens=settings.micro_tokens)
     sides = list(zip(*sample.rows))
-    found = dict(documents=embedder.encode_document(list(sides[-1])))
-    if len(sides) == 2: found["queries"] = embedder.encode_query(list(sides[0]), settings.instruction)
-    if sample.negatives: found["negatives"] = embedder.encode_document(sample.negatives)
-    np.savez(buffer := io.BytesIO(), **found)
+    vectors = dict(documents=embedder.encode_document(list(sides[-1])))
+    if len(sides) == 2: vectors["queries"] = embedder.encode_query(list(sides[0]), settings.instruction)
+    if sample.negatives: vectors["negatives"] = embedder.encode_document(sample.negatives)
+    np.savez(buffer := io.BytesIO(), **vectors)
     write_text(path, buffer.getvalue())
-    return found
+    return vectors
 
 # %% ../../nbs/analysis/04_analyse.ipynb #87f93743
 def plane(vectors: dict, seed: int = 0,
@@ -233,15 +233,14 @@ def analyse(settings, say=print) -> dict: # the summary
                            manifest="", training_seed=None, instructions="none", **common)
     rows += geometry_rows(shapes, instructions=settings.instruction if settings.instruction and len(sample.fields) == 2
                           else "none", **common)
-    for name, content in dict(geometry=dict(a=a, b=b, checkpoints=shapes, isotropic=by_random_points(shapes, sample,
-                                                                                                     settings)),
-                              map=places).items():
-        write_json(out/f"{name}.json", content)
+    write_json(out/"geometry.json", dict(a=a, b=b, checkpoints=shapes,
+                                         isotropic=by_random_points(shapes, sample, settings)))
+    write_json(out/"map.json", places)
     append_rows(out/"ledger.jsonl", rows)
+    shown = lambda row: {key: value for key, value in row.items()
+                         if key in ("value", "low", "high") or key.startswith("null_")}
     summary = dict(a=a, b=b, texts=len(sample.texts), data=sample.sha256, left_out=found["left_out"],
-                   last_layer={row["metric"]: {key: value for key, value in row.items() if key in ("value", "low",
-                                                                                                   "high")
-                                               or key.startswith("null_")} for row in rows if "→" in row["label"]},
+                   last_layer={row["metric"]: shown(row) for row in rows if "→" in row["label"]},
                    geometry={f"{one['label']}, step {one['step']}": one["numbers"] for one in shapes})
     write_json(out/"summary.json", summary)
     return summary

@@ -43,21 +43,15 @@ def mean_cosine(points: Tensor) -> float: # [texts, hidden] of length 1
     "Mean cosine of two different points: 0 for isotropic ones, 1 where all are one."
     return float((points.sum(0).pow(2).sum() - len(points))/(len(points)*(len(points) - 1)))
 
-# %% ../../nbs/analysis/02_geometry.ipynb #1c47f51e
-def uniform_limit(hidden: int, t: float = 2.0) -> float:
-    "The uniformity of infinitely many points drawn uniformly from the sphere."
-    from scipy.special import hyp0f1
-    return float(np.log(hyp0f1(hidden/2, t*t)) - 2*t)
-
 # %% ../../nbs/analysis/02_geometry.ipynb #95bac76f
-def spectrum(points: Tensor) -> Tensor: # [texts, hidden] -> [min(texts, hidden)] falling, sum 1; zeros where all points are one
-    "The share of the variance along each principal direction."
+def spectrum(points: Tensor) -> Tensor: # [texts, hidden] -> [min(texts, hidden)]
+    "The share of the variance along each principal direction, falling; zeros where all points are equal."
     centred = points - points.mean(0)
     product = centred @ centred.T if len(centred) < centred.shape[1] else centred.T @ centred
     values = torch.linalg.eigvalsh(product).flip(0).clamp_min(0)
     return values/values.sum() if float(values.sum()) > 1e-12*len(points) else torch.zeros_like(values)
 
-def effective_rank(shares: Tensor) -> float: # from `spectrum`; in [1, texts - 1], 0 where all points are one
+def effective_rank(shares: Tensor) -> float: # from `spectrum`; in [1, texts - 1], 0 where all points are equal
     "How many directions the points use, each counted by its strength."
     strength = shares.sqrt()
     return float(torch.special.entr(strength/strength.sum()).sum().exp()) if shares.any() else 0.0
@@ -82,8 +76,8 @@ def skewness(counts: Tensor) -> float: # [texts]
     return float(deviation.pow(3).mean()/scale**3) if scale > 0 else 0.0
 
 # %% ../../nbs/analysis/02_geometry.ipynb #b4be266b
-def gaussian_distance(points: Tensor, seed: int = 0) -> float: # [texts, hidden] of length 1
-    "Squared distance of characteristic functions, Epps and Pulley's, of 256 random projections from a Gaussian's; 0 on average where there is none."
+def gaussian_distance(points: Tensor, seed: int = 0) -> float: # [texts, hidden] of length 1; around 0 for a Gaussian
+    "Squared distance (Epps-Pulley) between the characteristic functions of random projections and of a Gaussian."
     # 256 as SIGReg's authors take; in parts, for memory
     parts = random_directions(points.shape[1], 256, seed, 0, points.device).split(32, dim=1)
     return float(torch.stack([sigreg(points, part) for part in parts]).mean())
@@ -100,8 +94,8 @@ def separation(queries: Tensor, positives: Tensor) -> tuple: # (share in [0, 1],
     own, below, others = (queries*positives).sum(1), 0.0, np.zeros(len(EDGES) - 1, dtype=int)
     for start, rows in zip(range(0, len(queries), PIECE), queries.split(PIECE)):
         scores, mine = rows @ positives.T, own[start:start + len(rows), None]
-        rest = ~torch.zeros_like(scores, dtype=torch.bool).diagonal_scatter(torch.ones(len(rows), dtype=torch.bool,
-                                                                                       device=scores.device), start)
+        rest = torch.ones_like(scores, dtype=torch.bool)
+        rest.diagonal(start).fill_(False)
         below += float(((scores < mine - 1e-12).double() + 0.5*((scores - mine).abs() <= 1e-12))[rest].sum())
         others += np.histogram(scores[rest].clamp(-1, 1).cpu().numpy(), EDGES)[0]
     return below/(len(queries)*(len(queries) - 1)), histogram(own.cpu()), others.tolist()
@@ -122,12 +116,6 @@ def jackknife(numbers,         # kept texts [texts] -> dict of name: number
     return {name: [value, value - margin[name], value + margin[name]] for name, value in whole.items()}
 
 # %% ../../nbs/analysis/02_geometry.ipynb #44e34931
-def pair_numbers(queries: Tensor, positives: Tensor, k: int, seed: int) -> dict: # name -> number
-    "Every scalar of a set of pairs."
-    return dict(alignment=alignment(queries, positives), separation=separation(queries, positives)[0],
-                gap=float((queries.mean(0) - positives.mean(0)).pow(2).sum()), **set_numbers(positives, queries, k,
-                                                                                             seed))
-
 def set_numbers(points: Tensor, queries: Tensor | None, k: int, seed: int) -> dict: # name -> number
     "Every scalar of a set of texts; queries: who looks for neighbours, by default the texts themselves."
     counts = occurrences(points if queries is None else queries, points, k, itself=queries is None)
@@ -136,26 +124,30 @@ def set_numbers(points: Tensor, queries: Tensor | None, k: int, seed: int) -> di
                 hubness=skewness(counts), antihubs=float((counts == 0).double().mean()),
                 gaussian_distance=gaussian_distance(points, seed))
 
+def pair_numbers(queries: Tensor, positives: Tensor, k: int, seed: int) -> dict: # name -> number
+    "Every scalar of a set of pairs."
+    gap = float((queries.mean(0) - positives.mean(0)).pow(2).sum())
+    return dict(alignment=alignment(queries, positives), separation=separation(queries, positives)[0], gap=gap,
+                **set_numbers(positives, queries, k, seed))
+
 # %% ../../nbs/analysis/02_geometry.ipynb #641791e6
 def geometry(documents,        # array or tensor [texts, hidden]
              queries=None,     # array or tensor [texts, hidden], the query of each document
              negatives=None,   # array or tensor [texts, hidden], a hard negative of each query
              k: int = 10,      # neighbours
              seed: int = 0,    # of the random directions
-            # numbers: name -> [value, low, high]; texts, hidden, spectrum, histograms: name -> counts between EDGES
-            ) -> dict:
+            ) -> dict: # numbers: name -> [value, low, high]; texts, hidden, k, spectrum, histograms: name -> counts
     "The geometry of a set of embeddings, as plain values; ValueError for sides of different size."
     points, histograms = unit(documents), {}
+    numbers = lambda kept: set_numbers(points[kept], None, k, seed)
     if queries is not None:
         queries = unit(queries)
         if queries.shape != points.shape:
             raise ValueError(f"queries {list(queries.shape)} and documents {list(points.shape)} differ; give one "
                              "document for each query, of one model")
         _, histograms["positive"], histograms["other"] = separation(queries, points)
+        numbers = lambda kept: pair_numbers(queries[kept], points[kept], k, seed)
     if negatives is not None: histograms["hard negative"] = histogram((queries*unit(negatives)).sum(1).cpu())
-    numbers = lambda kept: set_numbers(points[kept], None, k, seed) if queries is None else pair_numbers(queries[kept],
-                                                                                                         points[kept],
-                                                                                                         k, seed)
     return dict(numbers=jackknife(numbers, len(points)), texts=len(points), hidden=points.shape[1], k=k,
                 histograms=histograms, spectrum=spectrum(points).tolist())
 

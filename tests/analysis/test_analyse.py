@@ -1,4 +1,4 @@
-"The stage `analyse` from parameters to files: run, gone on with, refused; its rows in a ledger; bad input."
+"The stage `analyse` from parameters to files: run, resumed, refused; its rows in a ledger; bad input."
 import json
 
 import pytest
@@ -53,8 +53,8 @@ def done(tmp_path_factory, other):
     out = tmp_path_factory.mktemp("analysis")/"run"
     parameters = dict(a="tiny", b=other[0], data=toy_pairs(), out=str(out), texts=80, max_length=48, layers=3,
                       neighbours=[3, 5], quick=False)
-    words = [word for name in ("out", "texts", "max_length", "layers", "neighbours") for word in ("-p",
-                                                                                                  f"{name}={parameters[name]}")]
+    names = ("out", "texts", "max_length", "layers", "neighbours")
+    words = [word for name in names for word in ("-p", f"{name}={parameters[name]}")]
     printed = CliRunner().invoke(app, ["analyse", "tiny", other[0], "--data", toy_pairs(), "--json", "--quiet", *words],
                                  catch_exceptions=False)
     assert printed.exit_code == 0, printed.output
@@ -97,9 +97,8 @@ def test_rows_say_the_instruction_of_the_numbers_it_changed(tmp_path):
                                                     say=lambda text: None),
                                    ledgers.read_rows(tmp_path/out/"ledger.jsonl"))[1]
     rows = said("pairs")
-    assert {row["metric"]: row["instructions"] for row in rows if row["metric"] in ("cka",
-                                                                                    "uniformity")} == dict(cka="none",
-                                                                                                           uniformity="Find the word")
+    instructions = {row["metric"]: row["instructions"] for row in rows}
+    assert (instructions["cka"], instructions["uniformity"]) == ("none", "Find the word")
     assert {row["instructions"] for row in said("texts", text_fields=["positive"])} == {"none"}
 
 
@@ -122,15 +121,15 @@ def test_negatives_are_those_that_training_reads(tmp_path):
     for row in rows:
         (tmp_path/"texts.jsonl").write_text(json.dumps(row))
         found = analysis.draw(asked(tmp_path/"out", data=str(tmp_path/"texts.jsonl")))
-        assert found.negatives == parse_row({name: value for name, value in row.items() if name not in ("label",
-                                                                                                        "negative_scores")})["negatives"][:1]
+        fields = {name: value for name, value in row.items() if name not in ("label", "negative_scores")}
+        assert found.negatives == parse_row(fields)["negatives"][:1]
 
 
 def test_a_model_against_itself_is_the_same_everywhere(tmp_path):
     found = analysis.analyse(asked(tmp_path, states="tokens"), say=lambda text: None)
     last = found["last_layer"]
-    assert last["cka"]["value"] == pytest.approx(1,
-                                                 abs=1e-4) and last["knn_3"]["value"] == pytest.approx(1) and last["procrustes_residual"]["value"] == pytest.approx(0, abs=1e-4)
+    values = [last[metric]["value"] for metric in ("cka", "knn_3", "procrustes_residual")]
+    assert values == pytest.approx([1, 1, 0], abs=1e-4)
     assert found["geometry"]["tiny (a), step 0"] == found["geometry"]["tiny (b), step 0"]
 
 

@@ -1,4 +1,4 @@
-"Properties of the similarity measures over generated matrices, sums against matrices, and comparisons from end to end; the notebooks hold the examples and the naive references."
+"Properties of the similarity measures over generated matrices, and comparisons from end to end."
 import json
 import sys
 
@@ -12,17 +12,37 @@ import warm
 from anchor_nb.analysis import representation_similarity as similarity, hidden_states as states, compare as streaming
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.embedder import AnchorEmbedder
-from anchor_nb.analysis.representation_similarity import (Moments, block_interval, cka, cosine, dimension_correlations,
-                                                          hsic, moments_of, neighbours, observe, overlap, permuted,
-                                                          procrustes, residual, rotations, row_inverse_entropy, turned)
+from anchor_nb.analysis.representation_similarity import (Moments, block_interval, cosine, dimension_correlations, hsic,
+                                                          neighbours, observe, overlap, permuted, ratio, residual,
+                                                          rotations, row_inverse_entropy, shifted, turned)
 from anchor_nb.analysis.hidden_states import Settings
-from anchor_nb.analysis.compare import as_rows, compare
+from anchor_nb.analysis.compare import compare
 
 
 def matrix(seed, *shape): return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def rotation(seed, width): return torch.linalg.qr(matrix(seed, width, width))[0]
+
+
+def moments_of(x, y, means=None):
+    "The sums of one layer of either model, shifted by the means of their rows or of others."
+    moments = Moments([(0, 0)], (1, x.shape[1]), (1, y.shape[1]))
+    means = means or [states.double().mean(0) for states in (x, y)]
+    observe(moments, *[shifted(states, mean)[:, None] for states, mean in zip((x, y), means)])
+    return moments
+
+
+def cka(x, y, debiased=True):
+    return ratio(*[hsic(moments_of(*pair), debiased)[0] for pair in ((x, y), (x, x), (y, y))]).item()
+
+
+def procrustes(x, y, x_held, y_held):
+    "Fit a rotation to some rows and score it on others: residual, cosine, rotation."
+    moments, held = moments_of(x, y), moments_of(x_held, y_held, [states.double().mean(0) for states in (x, y)])
+    fitted = rotations(moments)
+    sums = turned(held, fitted, moments.x/moments.rows, moments.y/moments.rows)
+    return residual(*sums).item(), cosine(*sums).item(), fitted[0]
 
 
 SEED, ROWS, WIDTH = st.integers(0, 10**6), st.integers(6, 40), st.integers(2, 9)
@@ -45,7 +65,7 @@ def test_cka_minds_neither_rotation_nor_scale_nor_place_nor_side(seed, rows, p, 
 @few
 @given(SEED, ROWS, WIDTH, WIDTH)
 def test_debiased_hsic_is_the_mean_over_all_quadruples_of_rows(seed, rows, p, q):
-    "A U-statistic: the mean over every four distinct rows of the kernel of Song and others (2012), here for a handful of rows."
+    "A U-statistic: the mean of the kernel of Song and others (2012) over every four distinct rows of a handful."
     from itertools import permutations
     rows = min(rows, 6)
     x, y = matrix(seed, rows, p), matrix(seed + 1, rows, q)
@@ -176,7 +196,7 @@ def test_a_block_interval_holds_the_value_and_is_the_same_again():
 
 
 def test_the_interval_of_cka_covers_the_truth():
-    "x is half of y: over many rows their debiased CKA is known; over 10 blocks of 20 rows the interval holds it about 95 times in 100."
+    "x is half of y, so many rows tell their debiased CKA; intervals over 10 blocks of 20 rows hold it 95 times in 100."
     both = matrix(5, 200_000, 6)
     truth = cka(both[:, :4], both)
     def interval(seed):
@@ -207,8 +227,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts():
-    rows = [json.loads(line) for line in (build_corpus("toy")/"pairs"/"toy.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row["positive"] for row in rows][:120]
+    lines = (build_corpus("toy")/"pairs"/"toy.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["positive"] for line in lines][:120]
 
 
 @pytest.fixture(autouse=True)
@@ -240,12 +260,13 @@ def test_nulls_stand_beside_every_number_and_below_it(models, texts):
     assert set(found["curves"]) == {"cka", "cka_biased", "correlation", "procrustes_residual", "procrustes_cosine",
                                     "row_inverse_entropy", "knn_3"}
     for metric, nulls in found["curves"].items(): assert set(nulls) == {"pair", "shuffled", "random", "seeds"}, metric
-    last = {(row["metric"], row["comparison"]): row for row in as_rows(found) if row["layer_a"] == 2}
+    curves = [(metric, null, curve) for metric, nulls in found["curves"].items() for null, curve in nulls.items()]
+    last = {(metric, null): {side: values[-1] for side, values in curve.items()} for metric, null, curve in curves}
     for metric in ("cka", "correlation", "procrustes_cosine", "knn_3"):
         assert last[metric, "pair"]["low"] > last[metric, "shuffled"]["high"]
         assert last[metric, "pair"]["value"] > last[metric, "random"]["value"]
     assert last["cka", "shuffled"]["low"] <= 0.02 and last["procrustes_residual", "shuffled"]["value"] > 1.5
-    assert len(as_rows(found)) == 7*4*3
+    assert all(len(values) == 3 for *_, curve in curves for values in curve.values())
 
 
 def test_a_result_is_json_and_the_same_in_another_process(models, texts, tmp_path):
@@ -261,8 +282,9 @@ def test_a_result_is_json_and_the_same_in_another_process(models, texts, tmp_pat
     again = json.loads(said.stdout.splitlines()[-1])
     for metric, nulls in stored["curves"].items():
         for null, own in nulls.items():
-            assert [v if v is not None else -9 for v in again["curves"][metric][null]["value"]] == pytest.approx([v
-                                                                                                                  if v is not None else -9 for v in own["value"]], abs=1e-5)
+            other = again["curves"][metric][null]
+            numbers, others = [[-9 if v is None else v for v in curve["value"]] for curve in (own, other)]
+            assert others == pytest.approx(numbers, abs=1e-5)
 
 
 def test_a_changed_model_text_or_setting_is_another_result(models, texts, tmp_path):
@@ -270,11 +292,9 @@ def test_a_changed_model_text_or_setting_is_another_result(models, texts, tmp_pa
     compare(*models[:2], texts[:40], Settings(**SMALL))
     compare(*models[:2], texts[:40], Settings(**SMALL | dict(micro_tokens=70)))
     assert count() == 1
-    for changed in (lambda: compare(models[0], models[2], texts[:40], Settings(**SMALL)), lambda: compare(*models[:2],
-                                                                                                          texts[:41],
-                                                                                                          Settings(**SMALL)), lambda: compare(*models[:2], texts[:40], Settings(**SMALL | dict(seed=1)))):
+    for pair, kept, settings in ((models[::2], 40, {}), (models[:2], 41, {}), (models[:2], 40, dict(seed=1))):
         before = count()
-        changed()
+        compare(*pair, texts[:kept], Settings(**SMALL | settings))
         assert count() == before + 1
 
 

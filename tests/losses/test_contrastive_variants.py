@@ -33,7 +33,7 @@ def text(*content): return Tokens([2, *content, 1], 1, 1 + len(content))
 
 
 def made(count: int, seed: int):
-    "Examples with few different texts, so that some are false negatives; 0 to 2 hard negatives, of which some queries have scores."
+    "Examples with few different texts, so some are false negatives; 0 to 2 hard negatives; scores for some queries."
     draw = random.Random(seed)
     some = lambda: text(*[draw.randrange(5, 9) for _ in range(draw.randint(1, 3))])
     examples = [(some(), some(), [some() for _ in range(draw.randint(0, 2))]) for _ in range(count)]
@@ -47,9 +47,9 @@ def inputs(texts: list, width: int, kind: int) -> torch.Tensor:
                         for t in texts])
 
 
-def value(weight, examples, teacher, rules, most=0, **about):
+def value(weight, examples, teacher, rules, most=0, **fields):
     "Loss and facts for one rank's examples."
-    batch = contrastive_batch(examples, 2, most, teacher=teacher, step=3, **about)
+    batch = contrastive_batch(examples, 2, most, teacher=teacher, step=3, **fields)
     if rules.margin != "none": batch = batch._replace(guide=inputs(batch.texts, 5, 1))
     return contrastive_objective(inputs(batch.texts, SEEN, 0) @ weight, batch, rules)
 
@@ -169,7 +169,7 @@ def scored(tmp_path_factory):
 
 
 def test_training_is_the_same_in_pieces_and_on_ranks(scored, tmp_path):
-    "All variants in a real run: one piece, and two processes with shares of five and four in pieces with cached gradients."
+    "All variants in a real run: in one piece, and on two ranks with unequal shares and cached gradients."
     from anchor_nb.core.recipe import Stage2
     from anchor_nb.training.trainer import train
     from common import assert_same_trajectory, recipe, rows, run # here, so that the ranks above start fast

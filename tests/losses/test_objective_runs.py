@@ -42,7 +42,7 @@ def test_an_interrupted_run_draws_the_masks_and_the_noise_of_a_whole_one(tmp_pat
 
 
 def test_the_controls_train_on_the_same_texts_and_differ_where_they_should(tmp_path):
-    "Strangers: the same targets in another pairing. Language modelling: the same targets, fewer tokens through the layers."
+    "Strangers: the same targets, paired otherwise. Language modelling: the same targets, fewer tokens in the layers."
     arms = dict(own={}, strangers=dict(pairing="strangers"), language=dict(objectives={"lm": 1.0}))
     for name, settings in arms.items(): train(recipe(Stage1, tmp_path/name, steps=2, **settings))
     own, strangers, language = [rows(tmp_path/name) for name in arms]

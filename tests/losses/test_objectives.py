@@ -1,10 +1,11 @@
 "Objectives of stage I: shares add up however a step is cut or shared among ranks; masks belong to texts; peers agree."
+import random
 import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import distributed, multiprocessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,8 +38,8 @@ def lm(causal=False):
 
 
 def make(names, weights, batch):
-    makers = dict(anchor=lambda: Anchor(EOS, chunk=7), ebae=lambda: Bags("ebae", "mean", chunk=2),
-                  ebar=lambda: Bags("ebar"), mntp=lambda: MaskedPrediction(MASK, VOCABULARY, chunk=3),
+    makers = dict(anchor=lambda: Anchor(EOS, chunk=7), ebae=lambda: Bags("ebae", "mean"),
+                  ebar=lambda: Bags("ebar"), mntp=lambda: MaskedPrediction(MASK, VOCABULARY),
                   llara=lambda: Llara([10], [11, 12, 13, 14], [11, 15, 13, 14], positions=2),
                   simcse=lambda: SimCSE(batch))
     return sorted([(name, makers[name](), weight) for name, weight in zip(names, weights)],
@@ -64,21 +65,23 @@ def step(objectives, pairs, budget=10_000, causal=False, cut=None, number=3):
     return facts, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
-def assert_same(one, other):
-    (facts, gradient), (again, found) = one, other
-    assert facts["loss"] == pytest.approx(again["loss"], rel=1e-9)
-    assert {k: v for k, v in facts.items() if k != "largest"} == pytest.approx({k: v for k, v in again.items()
-                                                                                if k != "largest"}, rel=1e-9)
-    assert (found - gradient).norm() <= 1e-6*gradient.norm() # Llama's norms compute in fp32
+def assert_same(first, second):
+    "Equal facts, except for the size of the largest piece, and equal gradients."
+    (facts, gradient), (again, other) = first, second
+    without_largest = lambda facts: {name: value for name, value in facts.items() if name != "largest"}
+    assert without_largest(facts) == pytest.approx(without_largest(again), rel=1e-9)
+    assert (other - gradient).norm() <= 1e-6*gradient.norm() # Llama's norms compute in fp32
 
 
 @settings(max_examples=12, deadline=None)
-@given(batches, st.lists(st.sampled_from(BOTH_WAYS), min_size=1, max_size=3, unique=True), st.integers(1, 60),
-       st.randoms(use_true_random=False))
+@given(batches, st.lists(st.sampled_from(BOTH_WAYS), min_size=1, max_size=3, unique=True) | st.just(["llara"]),
+       st.integers(1, 60), st.randoms(use_true_random=False))
+@example([(Tokens([2, 3, 20, 21, EOS], 2, 4), Tokens([2, 3, 30, EOS], 2, 3))]*2, ["llara"], 7, random.Random(0))
 def test_neither_cut_nor_order_of_a_step_matters(pairs, names, budget, random):
-    objectives = make(names, [0.5, 1.0, 2.0], len(pairs))
+    "Also of the released form of LLaMA2Vec, which needs causal attention and so goes alone."
+    objectives, causal = make(names, [0.5, 1.0, 2.0], len(pairs)), names == ["llara"]
     mixed = random.sample(pairs, len(pairs))
-    assert_same(step(objectives, pairs), step(objectives, mixed, budget))
+    assert_same(step(objectives, pairs, causal=causal), step(objectives, mixed, budget, causal=causal))
 
 
 @pytest.mark.parametrize("objective, lost", [(Anchor, {0.0: "q2d", 1.0: "d2q"}),
@@ -96,13 +99,6 @@ def test_a_direction_of_weight_0_is_neither_run_nor_logged(objective, lost, alph
     name, = [name for name in one[0] if name.startswith("loss_")]
     assert one[0]["loss"] == pytest.approx(both[0][name], rel=1e-9)
     stage1_losses([dict(one[0], step=number) for number in (1, 2)]) # its figure has one curve
-
-
-@settings(max_examples=6, deadline=None)
-@given(batches, st.integers(1, 60))
-def test_neither_for_the_released_form(pairs, budget):
-    objectives = make(["llara"], [1.0], len(pairs))
-    assert_same(step(objectives, pairs, causal=True), step(objectives, pairs[::-1], budget, causal=True))
 
 
 @settings(max_examples=60, deadline=None)
