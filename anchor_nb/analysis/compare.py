@@ -19,11 +19,12 @@ from ..data.packages import cache_dir
 from ..runs.ledger import read_json, write_json
 from ..runs.provenance import peak_gpu_memory, peak_memory
 from ..inference.corpus_encoding import model_files
-from .hidden_states import Reader, Settings, block_rows, dealt, matched, open_readers
+from .hidden_states import Settings, block_rows, dealt, matched, open_readers
 from .representation_similarity import (Moments, block_interval, correlations, cosine,
                                                           dimension_correlations, hsic, interval_lists, neighbours,
-                                                          observe, overlap, permuted, probe, ratio, residual, rotations,
-                                                          row_inverse_entropy, shifted, split_by_class, summary, turned)
+                                                          observe, overlap, permuted, plain_list, probe, ratio,
+                                                          residual, rotations, row_inverse_entropy, shifted,
+                                                          split_by_class, summary, turned)
 
 # %% ../../nbs/analysis/03_compare.ipynb #823509b9
 def strangers(which: Tensor, # [rows] text of each row
@@ -42,9 +43,8 @@ class Sample:
         self.size, self.generator, self.held = size, torch.Generator().manual_seed(seed), []
 
     def see(self, parts: list): # tensors with equally many rows
-        "Rows pass by."
-        new = [torch.rand(len(parts[-1]), generator=self.generator), *parts]
-        new = self.least(new)
+        "Draw from the next rows of the stream."
+        new = self.least([torch.rand(len(parts[-1]), generator=self.generator), *parts])
         self.held = self.least([torch.cat(pair) for pair in zip(self.held, new)]) if self.held else new
 
     def least(self, parts: list) -> list:
@@ -55,12 +55,12 @@ class Sample:
 # %% ../../nbs/analysis/03_compare.ipynb #3f15b1d9
 class Comparison:
     "Sums of two models over all texts so far, and of each block what intervals need."
-    def __init__(self, pairs: list,        # places of layers of x and y to compare by CKA and correlation
-                 matched: list,            # those of them to be looked at closely
+    def __init__(self, pairs: list,        # indices of layers of x and y to compare by CKA and correlation
+                 matched: list,            # those of them that all measures compare
                  x: tuple, y: tuple,       # (layers, width)
                  device, dtype):           # dtype: of the states, in which the products of a block are added up
-        self.total, self.block = Moments(pairs, x, y, device), Moments(pairs, x, y, device, torch.promote_types(dtype,
-                                                                                                                torch.float32))
+        self.total, wide = Moments(pairs, x, y, device), torch.promote_types(dtype, torch.float32)
+        self.block = Moments(pairs, x, y, device, wide)
         self.matched, self.equal, self.fitted, self.kept = matched, x[1] == y[1] and bool(matched), None, {}
 
     def keep(self, **values):
@@ -69,7 +69,7 @@ class Comparison:
             self.kept.setdefault(name, []).append(torch.as_tensor(value, dtype=torch.float64).cpu())
 
     def end_block(self):
-        "The block is through: keep what is needed of it, add it to the total."
+        "Keep what intervals need of this block, and add it to the total."
         block = only(self.block, self.matched)
         self.keep(hsic=hsic(self.block) if block.rows >= 4 else torch.full((len(self.block.pairs),), torch.nan))
         if self.equal:
@@ -81,7 +81,7 @@ class Comparison:
         self.block.clear()
 
     def fit(self):
-        "Fit rotations to the rows seen so far; fewer rows than dimensions would leave them open."
+        "Fit rotations to the rows seen so far, unless there are fewer rows than dimensions."
         seen = only(self.total, self.matched)
         if not self.equal or seen.rows <= seen.x.shape[1]: return
         first, second = seen.places
@@ -96,36 +96,44 @@ def only(moments: Moments, pairs: list) -> Moments:
     "The sums of some of the pairs."
     part, places = copy.copy(moments), [moments.pairs.index(pair) for pair in pairs]
     part.pairs = list(pairs)
-    part.norms, part.x_norms, part.y_norms, part.cross = [own[places] for own in (moments.norms, moments.x_norms,
-                                                                                  moments.y_norms, moments.cross)]
+    for name in ("norms", "x_norms", "y_norms", "cross"): setattr(part, name, getattr(moments, name)[places])
     return part
 
 # %% ../../nbs/analysis/03_compare.ipynb #1bc1bd26
+def cka_parts(comparison: Comparison, x: Comparison, y: Comparison, pairs: list) -> list: # of (comparison, indices)
+    "The three comparisons whose HSIC make CKA, each with where its values for these pairs are."
+    first, second = map(list, zip(*pairs))
+    return [(comparison, [comparison.total.pairs.index(pair) for pair in pairs]), (x, first), (y, second)]
+
+def total_cka(parts: list, debiased: bool) -> Tensor: # parts: of `cka_parts`; -> [pairs]
+    "CKA over all rows."
+    return ratio(*[hsic(each.total, debiased)[places] for each, places in parts]).cpu()
+
+def cka_curve(parts: list, interval) -> dict: # value, low, high
+    "Debiased CKA over all rows, in an interval as wide as that of the mean over blocks."
+    blocks = [each.sums("hsic")["hsic"][:, places] for each, places in parts]
+    enough = ~torch.cat(blocks, 1).isnan().any(1) # blocks of four rows or more
+    spread = interval(ratio, {name: block[enough] for name, block in zip(("xy", "xx", "yy"), blocks)})
+    value, low, high = [torch.tensor([np.nan if number is None else number for number in spread[side]],
+                                     dtype=torch.float64) for side in ("value", "low", "high")]
+    whole = total_cka(parts, True)
+    return interval_lists(whole, whole + (low - value), whole + (high - value))
+
 def curves(comparison: Comparison, x: Comparison, y: Comparison,
            settings: Settings) -> dict: # metric -> value, low, high
-    "The measures of a comparison at matched layers; `x` and `y` compare either model with itself."
+    "The measures of a comparison at matched layers; `x` and `y` compare each model with itself."
     interval = partial(block_interval, seed=settings.seed, draws=settings.draws)
-    (first, second), places = only(comparison.total, comparison.matched).places, [comparison.total.pairs.index(pair)
-                                                                                  for pair in comparison.matched]
-    def alike(debiased):
-        sides = [hsic(each.total, debiased)[place] for each, place in ((comparison, places), (x, first), (y, second))]
-        return ratio(*sides).cpu()
-    blocks = [each.sums("hsic")["hsic"][:, place] for each, place in ((comparison, places), (x, first), (y, second))]
-    whole, enough = alike(True), ~torch.cat(blocks, 1).isnan().any(1) # blocks of four rows or more
-    spread = interval(ratio, {name: part[enough] for name, part in zip(("xy", "xx", "yy"), blocks)})
-    low, high = [whole + torch.tensor([np.nan if None in (end, middle) else end - middle
-                                       for end, middle in zip(spread[side], spread["value"])], dtype=torch.float64)
-                 for side in ("low", "high")]
-    found = dict(cka=interval_lists(whole, low, high), cka_biased=plain(alike(False)))
+    parts = cka_parts(comparison, x, y, comparison.matched)
+    measures = dict(cka=cka_curve(parts, interval), cka_biased=plain(total_cka(parts, False)))
     if comparison.equal:
-        found["correlation"] = interval(lambda **sums: correlations(**sums).nanmean(-1),
-                                        {name: part[..., None, None] if name == "rows" else part
-                                         for name, part in comparison.sums("rows", "x", "y", "xx", "yy", "xy").items()})
+        sums = comparison.sums("rows", "x", "y", "xx", "yy", "xy")
+        sums["rows"] = sums["rows"][..., None, None]
+        measures["correlation"] = interval(lambda **sums: correlations(**sums).nanmean(-1), sums)
     if comparison.fitted:
         scored = dict(zip(("xx", "yy", "xy"), comparison.sums("x_length", "y_length", "product").values()))
-        found |= dict(procrustes_residual=interval(residual, scored), procrustes_cosine=interval(cosine, scored),
-                      row_inverse_entropy=plain(row_inverse_entropy(comparison.fitted[0]).mean(-1).cpu()))
-    return found
+        measures |= dict(procrustes_residual=interval(residual, scored), procrustes_cosine=interval(cosine, scored),
+                         row_inverse_entropy=plain(row_inverse_entropy(comparison.fitted[0]).mean(-1).cpu()))
+    return measures
 
 # %% ../../nbs/analysis/03_compare.ipynb #aebf62eb
 def plain(values: Tensor) -> dict:
@@ -133,171 +141,155 @@ def plain(values: Tensor) -> dict:
     return interval_lists(values, *[torch.full_like(values, torch.nan)]*2)
 
 # %% ../../nbs/analysis/03_compare.ipynb #834e598b
-def nearest(states: Tensor, count: int,
-            # states: [rows, layers, width]; -> of [rows, neighbours], None where all rows are equal
-            which: Tensor) -> list:
+def nearest(states: Tensor, count: int, # states: [rows, layers, width]
+            which: Tensor) -> list: # of [rows, neighbours], None where all rows are equal
     "Neighbours of every row at every layer."
-    layers = states.unbind(1)
-    return [neighbours(own, count, which.to(own.device)).cpu() if (own != own[:1]).any() else None for own in layers]
+    return [neighbours(layer, count, which.to(layer.device)).cpu() if (layer != layer[:1]).any() else None
+            for layer in states.unbind(1)]
 
 # %% ../../nbs/analysis/03_compare.ipynb #9fba71ea
-def neighbour_curves(lists: dict,   # name -> what `nearest` gives, of each model
+def neighbour_curves(lists: dict,   # name of a model -> what `nearest` gives
                      pair: tuple,   # names of two models
-                     matched: list, # places of layers
+                     matched: list, # indices of layers
                      block: Tensor, # [rows] number of the block a row is of
+                     counts: list,  # sizes of neighbourhoods
                      settings: Settings,
-                     # order: the second model's rows permuted; -> metric -> value, low, high
-                     order: Tensor | None = None) -> dict:
-    "Overlap of neighbourhoods of two models at matched layers."
-    found, blocks = {}, int(block.max()) + 1
-    add = lambda values: torch.zeros(blocks, *values.shape[1:], dtype=torch.float64).index_add(0, block, values)
-    for count in settings.neighbours:
-        sides = [(lists[pair[0]][i], lists[pair[1]][j]) for i, j in matched]
-        nothing = torch.full((len(block),), torch.nan, dtype=torch.float64)
-        common = torch.stack([nothing if a is None or b is None else overlap(a, b if order is None else permuted(b,
-                                                                                                                 order),
-                                                                             # [rows, pairs]
-                                                                             count) for a, b in sides], 1)
-        found[f"knn_{count}"] = block_interval(lambda total, rows: total/rows,
-                                               dict(total=add(common),
-                                                    rows=add(torch.ones(len(block), 1, dtype=torch.float64))),
-                                               settings.seed, settings.draws)
-    return found
+                     order: Tensor | None = None) -> dict: # metric -> value, low, high
+    "Overlap of neighbourhoods of two models at matched layers; `order` permutes the second model's rows."
+    nothing = torch.full((len(block),), torch.nan, dtype=torch.float64)
+    def common(i, j, count):
+        a, b = lists[pair[0]][i], lists[pair[1]][j]
+        if a is None or b is None: return nothing
+        return overlap(a, b if order is None else permuted(b, order), count)
+    def by_block(values):
+        sums = torch.zeros(int(block.max()) + 1, values.shape[1], dtype=torch.float64)
+        return sums.index_add(0, block, values)
+    rows = by_block(torch.ones(len(block), 1, dtype=torch.float64))
+    return {f"knn_{count}": block_interval(lambda total, rows: total/rows, dict(rows=rows, total=by_block(
+        torch.stack([common(i, j, count) for i, j in matched], 1))), settings.seed, settings.draws) for count in counts}
 
 # %% ../../nbs/analysis/03_compare.ipynb #67ae71e2
 def comparisons_of(readers: dict) -> tuple: # (null -> `Comparison`, null -> names of two models)
     "The comparisons that these models allow."
     a, b = readers["a"], readers["b"]
     places = [(k, b.layers.index(layer)) for k, layer in enumerate(matched(a.layers, a.states, b.states))]
-    grid, own, twins = [(i, j) for i in range(len(a.layers)) for j in range(len(b.layers))], [(i, i)
-                                                                                              for i, _ in places], [(j,
-                                                                                                                     j)
-                                                                                                                    for _, j in places]
-    wanted = dict(pair=("a", "b", grid, places), shuffled=("a", "b", places, places)) | (dict(random=("a", "random",
-                                                                                                      own, own))
-                                                                                         if "random" in readers
-                                                                                         else {}) | (dict(seeds=("b",
-                                                                                                                 "twin",
-                                                                                                                 twins,
-                                                                                                                 twins))
-                                                                                                     if "twin" in readers else {})
-    about = dict(device=a.embedder.device, dtype=next(a.embedder.lm.parameters()).dtype)
-    return {null: Comparison(sorted(set(pairs)), closely, readers[x].shape, readers[y].shape, **about)
-            for null, (x, y, pairs, closely) in wanted.items()}, {null: names[:2] for null, names in wanted.items()}
+    grid = [(i, j) for i in range(len(a.layers)) for j in range(len(b.layers))]
+    same_a, same_b = [(i, i) for i, _ in places], [(j, j) for _, j in places]
+    planned = dict(pair=("a", "b", grid, places), shuffled=("a", "b", places, places),
+                   random=("a", "random", same_a, same_a), seeds=("b", "twin", same_b, same_b))
+    planned = {null: plan for null, plan in planned.items() if plan[1] in readers}
+    device, dtype = a.embedder.device, next(a.embedder.lm.parameters()).dtype
+    comparisons = {null: Comparison(sorted(set(pairs)), closely, readers[x].shape, readers[y].shape, device, dtype)
+                   for null, (x, y, pairs, closely) in planned.items()}
+    return comparisons, {null: plan[:2] for null, plan in planned.items()}
 
 # %% ../../nbs/analysis/03_compare.ipynb #fa8f89d5
 def accumulate(readers: dict, source: Iterable, half: int,
-               settings: Settings) -> tuple: # (comparisons, names, selves, sample): all that is left of the texts
-    "Go through blocks of rows once; `half` of them fit rotations."
-    (found, names), generator, sample, shift = comparisons_of(readers), torch.Generator().manual_seed(settings.seed), Sample(settings.sample, settings.seed), {}
+               settings: Settings) -> tuple: # (comparisons, names, each model with itself, sample)
+    "Go through blocks of rows once; the first `half` of them fit rotations."
+    comparisons, names = comparisons_of(readers)
+    generator, sample = torch.Generator().manual_seed(settings.seed), Sample(settings.sample, settings.seed)
+    pair, shift = comparisons["pair"], {}
     alone = {name: Comparison([(k, k) for k in range(len(reader.layers))], [], reader.shape, reader.shape,
-                              found["pair"].total.cross.device, found["pair"].block.cross.dtype)
-             for name, reader in readers.items()}
+                              pair.total.cross.device, pair.block.cross.dtype) for name, reader in readers.items()}
     for number, block in enumerate(source):
         for *states, which in block:
             sample.see([*states, which, torch.full_like(which, number)])
-            shift = shift or {name: own.double().mean(0) for name, own in zip(readers, states)}
-            rows = {name: shifted(own, shift[name]) for name, own in zip(readers, states)}
+            shift = shift or {name: rows.double().mean(0) for name, rows in zip(readers, states)}
+            rows = {name: shifted(part, shift[name]) for name, part in zip(readers, states)}
             for name, each in alone.items(): observe(each.block, rows[name], rows[name])
             for null, (x, y) in names.items():
                 mine, theirs = strangers(which, generator) if null == "shuffled" else (slice(None), slice(None))
-                observe(found[null].block, rows[x][mine], rows[y][theirs])
-        for each in (*found.values(), *alone.values()): each.end_block()
+                observe(comparisons[null].block, rows[x][mine], rows[y][theirs])
+        for each in (*comparisons.values(), *alone.values()): each.end_block()
         if number + 1 == half:
-            for each in found.values(): each.fit()
-    if not found["pair"].total.rows:
+            for each in comparisons.values(): each.fit()
+    if not pair.total.rows:
         raise ValueError("no row is left to compare: the tokenizers never end a token at the same character, or the "
                          "texts are empty; use rows=pooled")
-    return found, names, alone, sample
+    return comparisons, names, alone, sample
 
 # %% ../../nbs/analysis/03_compare.ipynb #b9d54986
 TURNED = ("procrustes_residual", "procrustes_cosine", "row_inverse_entropy")
 
-# %% ../../nbs/analysis/03_compare.ipynb #63e2747c
 def unfit(pair: Comparison) -> dict: # metric -> why
     "The measures that these models or these texts do not allow."
     p, q = pair.total.cross.shape[1:]
-    if p != q:
-        return dict.fromkeys(("correlation", "last_layer", *TURNED), f"needs models of equal width, these have {p} and "
-                                                                     f"{q} dimensions; linear CKA, neighbour overlap "
-                                                                     "and the ridge probe compare spaces of any width")
+    unequal = (f"needs models of equal width, these have {p} and {q} dimensions; linear CKA, neighbour overlap and the "
+               "ridge probe compare spaces of any width")
     few = (f"half of the {pair.total.rows} rows cannot fix a rotation of {p} dimensions; give more than {2*p} texts, "
            "or compare tokens")
+    if p != q: return dict.fromkeys(("correlation", "last_layer", *TURNED), unequal)
     return {} if pair.fitted else dict.fromkeys(TURNED, few)
+
+def last_layer(pair: Comparison) -> dict: # `summary`, correlations, row_inverse_entropies
+    "The distribution over dimensions at the last layer."
+    last = dimension_correlations(only(pair.total, pair.matched[-1:]))[0].cpu()
+    entropies = row_inverse_entropy(pair.fitted[0][-1]).tolist() if pair.fitted else []
+    return summary(last) | dict(correlations=plain_list(last), row_inverse_entropies=entropies)
 
 # %% ../../nbs/analysis/03_compare.ipynb #7bab1591
 def evaluate(readers: dict, comparisons: dict, names: dict, alone: dict, sample: Sample,
              settings: Settings) -> dict: # rows, layers_a, layers_b, matched, matrices, curves, last_layer, left_out
     "Matrices over layers, curves over matched layers with their nulls, and the last layer in detail."
     pair, (a, b) = comparisons["pair"], (readers["a"], readers["b"])
-    first, second = pair.total.places
-    grid = lambda values: np.array(interval_lists(*[values.cpu()]*3)["value"], dtype=object).reshape(len(a.layers),
-                                                                                                     len(b.layers)).tolist()
-    alike = lambda debiased: grid(ratio(*[hsic(each.total, debiased)[place] for each, place in ((pair, slice(None)),
-                                                                                                (alone["a"], first),
-                                                                                                (alone["b"], second))]))
-    found = dict(rows=pair.total.rows, layers_a=a.layers, layers_b=b.layers,
-                 matched=[[a.layers[i], b.layers[j]] for i, j in pair.matched], matrices=dict(cka=alike(True),
-                                                                                              cka_biased=alike(False)),
-                 curves={}, last_layer=None, left_out={})
-    if pair.equal:
-        last, found["matrices"]["correlation"] = dimension_correlations(only(pair.total,
-                                                                             pair.matched[-1:]))[0].cpu(), grid(dimension_correlations(pair.total).nanmean(-1))
-        found["last_layer"] = summary(last) | dict(correlations=plain(last)["value"],
-                                                   row_inverse_entropies=row_inverse_entropy(pair.fitted[0][-1]).tolist() if pair.fitted else [])
-    found["left_out"] |= unfit(pair)
+    def grid(values):
+        numbers = plain_list(values)
+        return [numbers[k:k + len(b.layers)] for k in range(0, len(numbers), len(b.layers))]
+    parts = cka_parts(pair, alone["a"], alone["b"], pair.total.pairs)
+    matrices = dict(cka=grid(total_cka(parts, True)), cka_biased=grid(total_cka(parts, False)))
+    if pair.equal: matrices["correlation"] = grid(dimension_correlations(pair.total).nanmean(-1).cpu())
     *states, which, block = sample.held[1:]
     most = len(which) - int(torch.unique(which, return_counts=True)[1].max())
-    found["left_out"] |= {f"knn_{k}": f"{k} neighbours of other texts are wanted, the sample has {most}; give more "
-                                      "texts" for k in settings.neighbours if k > most}
-    if counts := [k for k in settings.neighbours if k <= most]:
-        settings, order = Settings(**vars(settings) | dict(neighbours=counts)), torch.randperm(len(which),
-                                                                                               generator=torch.Generator().manual_seed(settings.seed))
-        lists = {name: nearest(own, max(counts), which) for name, own in zip(readers, states)}
-    for null, (x, y) in names.items():
-        found["curves"][null] = curves(comparisons[null], alone[x], alone[y], settings) | (neighbour_curves(lists,
-                                                                                                            (x, y),
-                                                                                                            comparisons[null].matched, block, settings, order if null == "shuffled" else None) if counts else {})
-    found["curves"] = {metric: {null: own[metric] for null, own in found["curves"].items() if metric in own}
-                       for metric in dict.fromkeys(metric for own in found["curves"].values() for metric in own)}
-    return found
+    left_out = unfit(pair) | {f"knn_{k}": f"{k} neighbours of other texts are needed, the sample has {most}; give more "
+                                          "texts" for k in settings.neighbours if k > most}
+    counts = [k for k in settings.neighbours if k <= most]
+    order = torch.randperm(len(which), generator=torch.Generator().manual_seed(settings.seed))
+    lists = {name: nearest(rows, max(counts), which) for name, rows in zip(readers, states)} if counts else {}
+    by_null = {null: curves(comparisons[null], alone[x], alone[y], settings)
+               | neighbour_curves(lists, (x, y), comparisons[null].matched, block, counts, settings,
+                                  order if null == "shuffled" else None) for null, (x, y) in names.items()}
+    metrics = dict.fromkeys(metric for measures in by_null.values() for metric in measures)
+    return dict(rows=pair.total.rows, layers_a=a.layers, layers_b=b.layers,
+                matched=[[a.layers[i], b.layers[j]] for i, j in pair.matched], matrices=matrices,
+                curves={metric: {null: measures[metric] for null, measures in by_null.items() if metric in measures}
+                        for metric in metrics},
+                last_layer=last_layer(pair) if pair.equal else None, left_out=left_out)
 
 # %% ../../nbs/analysis/03_compare.ipynb #75beafc8
 PROBED = 8000 # texts of the probe at most, as many as in HRSA
 
-# %% ../../nbs/analysis/03_compare.ipynb #d1746a40
 def analyse(readers: dict, texts: list, labels: list | None,
             settings: Settings) -> dict: # what `evaluate` gives, with probe and cost
     "Compare models that are loaded."
     start, blocks = time.perf_counter(), dealt(len(texts), settings.blocks, settings.seed)
-    vectors = [torch.zeros(len(texts) if labels else 0, reader.width) for reader in readers.values()]
-    source = (block_rows(list(readers.values()), texts, block, settings, vectors if labels else []) for block in blocks)
+    vectors = [torch.zeros(len(texts), reader.width) for reader in readers.values()] if labels else []
+    source = (block_rows(list(readers.values()), texts, block, settings, vectors) for block in blocks)
     if settings.extract: source = [list(block) for block in source]
-    left = accumulate(readers, source, len(blocks)//2, settings)
-    found, kept = evaluate(readers, *left, settings), [part for each in (*left[0].values(), *left[2].values())
-                                                       for own in (each.total, each.block) for part in own.parts()]
-    chosen = np.sort(np.random.default_rng(settings.seed).permutation(len(texts))[:PROBED])
-    found["probe"] = probe(vectors[0][chosen].numpy(), vectors[1][chosen].numpy(), [labels[n] for n in chosen],
-                           settings.seed) if labels else None
-    if not labels: found["left_out"]["probe"] = "no labels; give a class for each text"
+    comparisons, names, alone, sample = accumulate(readers, source, len(blocks)//2, settings)
+    result = evaluate(readers, comparisons, names, alone, sample, settings) | dict(probe=None)
+    if labels:
+        chosen = np.sort(np.random.default_rng(settings.seed).permutation(len(texts))[:PROBED])
+        a, b = [rows[chosen].numpy() for rows in vectors[:2]]
+        result["probe"] = probe(a, b, [labels[n] for n in chosen], settings.seed)
+    else: result["left_out"]["probe"] = "no labels; give a class for each text"
     for null, why in dict(seeds="no twin; train the second model's recipe with another seed and name that run",
                           random="random_init is off").items():
-        if null not in found["curves"]["cka"]: found["left_out"][null] = why
+        if null not in names: result["left_out"][null] = why
     peak = peak_gpu_memory().get("peak_gpu_memory_bytes", 0) or peak_memory()
-    return found | dict(cost=dict(seconds=time.perf_counter() - start, peak_bytes=peak,
-                                  accumulator_bytes=sum(part.nbytes for part in kept)))
+    size = sum(part.nbytes for each in (*comparisons.values(), *alone.values())
+               for moments in (each.total, each.block) for part in moments.parts())
+    return result | dict(cost=dict(seconds=time.perf_counter() - start, peak_bytes=peak, accumulator_bytes=size))
 
 # %% ../../nbs/analysis/03_compare.ipynb #8d16902b
 FORMAT = 1 # raised when results get other content
 
-# %% ../../nbs/analysis/03_compare.ipynb #9626ebed
 def digest(value) -> str:
     "A hash of plain values."
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-# %% ../../nbs/analysis/03_compare.ipynb #f49156af
 def checked(texts, labels) -> tuple: # (list, list or None)
-    "Texts and labels as lists; ValueError for what is no text, or labels that do not fit."
+    "Texts and labels as lists; ValueError for an empty text, or for labels that do not fit."
     texts = list(texts)
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]:
         raise ValueError(f"text {bad[0]} is {texts[bad[0]]!r}; leave out what is empty or no string")
@@ -307,12 +299,6 @@ def checked(texts, labels) -> tuple: # (list, list or None)
     if labels: split_by_class(labels) # before the models are loaded
     return texts, labels
 
-# %% ../../nbs/analysis/03_compare.ipynb #8a05689e
-def about(path: str, content: str, reader: Reader) -> dict:
-    "What a result says of a model."
-    return dict(path=path, name=Path(path).name, content=content, states=reader.states, width=reader.width,
-                pooling=reader.embedder.pooling)
-
 # %% ../../nbs/analysis/03_compare.ipynb #c8a00f28
 def compare(a: str, b: str,            # run folder, model folder, adapter folder, hub id or short name
             texts: Iterable,           # strings
@@ -320,27 +306,23 @@ def compare(a: str, b: str,            # run folder, model folder, adapter folde
             labels: Iterable | None = None, # a class for each text, for the probe
             twin: str = "",            # the recipe of b, trained with another seed
             out: str = "",             # folder for similarity.json; empty: not written
-            cache: bool = True,        # read a result that is there, and keep this one
+            cache: bool = True,        # read a cached result, and keep this one
            ) -> dict:                  # plain values, None for what is undefined
-    "Compare two models at all layers in one pass, with nulls and intervals; ValueError for texts, labels or models that do not fit."
+    "Compare two models at all layers in one pass; ValueError for texts, labels or models that do not fit."
     (texts, labels), paths = checked(texts, labels), dict(a=a, b=b) | (dict(twin=twin) if twin else {})
     content = {name: digest(model_files(path)) for name, path in paths.items()}
     key = digest([FORMAT, __version__, content, texts, labels, identity(settings)])
     file = cache_dir()/"similarity"/f"{key}.json"
-    if cache and file.is_file(): found = read_json(file)
+    if cache and file.is_file(): result = read_json(file)
     else:
         readers = open_readers(a, b, twin, settings)
-        found = analyse(readers, texts, labels, settings) | dict(texts=len(texts), data=digest([texts, labels]),
-                                                                 settings=identity(settings), twin=None)
-        found |= {name: about(path, content[name], readers[name]) for name, path in paths.items()}
-        if cache: write_json(file, found)
-    found |= {name: found[name] | dict(path=path, name=Path(path).name) for name, path in paths.items()}
-    if out: write_json(Path(out)/"similarity.json", found)
-    return found
-
-# %% ../../nbs/analysis/03_compare.ipynb #e5acc304
-def as_rows(found: dict) -> list: # of dicts: comparison, metric, layer_a, layer_b, value, low, high
-    "The curves of a result, one row a number."
-    return [dict(comparison=null, metric=metric, layer_a=i, layer_b=j, value=value, low=low, high=high)
-            for metric, nulls in found["curves"].items() for null, own in nulls.items()
-            for (i, j), value, low, high in zip(found["matched"], own["value"], own["low"], own["high"])]
+        result = analyse(readers, texts, labels, settings) | dict(texts=len(texts), data=digest([texts, labels]),
+                                                                  settings=identity(settings), twin=None)
+        for name in paths:
+            reader = readers[name]
+            result[name] = dict(content=content[name], states=reader.states, width=reader.width,
+                                pooling=reader.embedder.pooling)
+        if cache: write_json(file, result)
+    result |= {name: result[name] | dict(path=path, name=Path(path).name) for name, path in paths.items()}
+    if out: write_json(Path(out)/"similarity.json", result)
+    return result

@@ -24,7 +24,7 @@ from ..data.prompts import Formatter, pooling_tokens, save_layout
 from ..data.rows import Batches, content_hash, find_sources, load_pairs, strangers
 from ..losses.distillation import check_scale
 from ..losses.infonce import Embedding
-from ..losses.matryoshka import sizes_of
+from ..losses.contrastive import sizes_of
 from ..losses.objectives import Objectives, make_objectives
 from ..losses.simcse import set_attention_dropout
 from ..models.attention import choose_attention, is_causal, on_gpu, wants_autocast
