@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from ..models.resolve import BUILT_MODELS, MODELS, hub_configured
 from ..data.prompts import LAYOUT_FILE
-from ..models.loading import KINDS, WHOLE_BEGINNING, kind_of, read_json
+from ..models.loading import KINDS, WHOLE_BEGINNING, kind_of, json_or_empty
 from ..runs.identity import ENGINE, engine_of
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #1fc93ae3
@@ -179,11 +179,11 @@ def similarity_of(candidate: Candidate) -> dict: # empty where the checkpoint no
     from anchor_nb.models.resolve import find_model
     from anchor_nb.models.embedder import small_files
     folder = small_files(find_model(candidate.source))
-    measure = read_json(folder/"config_sentence_transformers.json").get("similarity_fn_name") or "cosine"
+    measure = json_or_empty(folder/"config_sentence_transformers.json").get("similarity_fn_name") or "cosine"
     if candidate.library != "anchor_nb": return dict(similarity=measure) if measure != "cosine" else {}
     foreign = (candidate.kind or kind_of(folder)) == "sentence-transformers"
-    normalized = not foreign or "Normalize" in json.dumps(read_json(folder/"modules.json"))
-    return {} if read_json(folder/LAYOUT_FILE).get("normalize", normalized) else dict(similarity="cosine")
+    normalized = not foreign or "Normalize" in json.dumps(json_or_empty(folder/"modules.json"))
+    return {} if json_or_empty(folder/LAYOUT_FILE).get("normalize", normalized) else dict(similarity="cosine")
 
 def number_type(devices: list = ()) -> str:
     "The dtype our embedders compute in on these devices, as `AnchorEmbedder.from_pretrained` decides it."

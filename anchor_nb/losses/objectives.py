@@ -6,11 +6,10 @@
 __all__ = ['make_objectives', 'prepare_all', 'Objectives', 'to_device', 'run_pieces', 'run_objectives']
 
 # %% ../../nbs/losses/10_objectives.ipynb #88f8bd36
-from dataclasses import fields
+from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 from ..core.distributed import all_reduce, world
-from ..core.recipe import Stage1
 from ..data.prompts import pooling_tokens
 from ..models.pooling import pack_texts
 from .reconstruction import Anchor, DecodeRules
@@ -20,20 +19,34 @@ from .mntp import MaskedPrediction, mask_id
 from .infonce import cached_step
 from .simcse import SimCSE
 
+# %% ../../nbs/losses/10_objectives.ipynb #495c79d1
+@dataclass(frozen=True, kw_only=True)
+class ReconstructionRules(DecodeRules):
+    "The settings that decide stage I's loss; their meaning and their sources are those of `Stage1`."
+    objectives: dict          # weight by name; empty: anchor alone
+    alpha: float              # weight of query-to-document
+    pooling: str
+    masked_fraction: float
+    masked_with: str
+    attention_dropout: float
+    temperature: float        # of simcse
+    global_batch: int
+    seed: int
+
 # %% ../../nbs/losses/10_objectives.ipynb #3fc5fbe8
-def make_objectives(recipe: Stage1, formatter) -> list: # of (name, objective, weight)
-    "The objectives of a recipe; anchor alone where it names none."
+def make_objectives(rules: ReconstructionRules, formatter) -> list: # of (name, objective, weight)
+    "The objectives of stage I; anchor alone where none is named."
     tokenizer, layout = formatter.tokenizer, formatter.layout
-    rules = DecodeRules(**{f.name: getattr(recipe, f.name) for f in fields(DecodeRules)})
-    whole = tokenizer.convert_tokens_to_ids(layout.eos), rules, recipe.alpha, recipe.pooling
+    decoding = DecodeRules(**{f.name: getattr(rules, f.name) for f in fields(DecodeRules)})
+    whole = tokenizer.convert_tokens_to_ids(layout.eos), decoding, rules.alpha, rules.pooling
     makers = dict(
         anchor=lambda: Anchor(*whole), lm=lambda: LanguageModelling(*whole),
-        ebae=lambda: Bags("ebae", recipe.pooling), ebar=lambda: Bags("ebar", recipe.pooling),
+        ebae=lambda: Bags("ebae", rules.pooling), ebar=lambda: Bags("ebar", rules.pooling),
         llara=lambda: Llara(**llara_prompts(tokenizer, pooling_tokens(layout.pooling_tokens))),
-        mntp=lambda: MaskedPrediction(mask_id(tokenizer, recipe.masked_with), len(tokenizer), recipe.seed,
-                                      recipe.masked_fraction),
-        simcse=lambda: SimCSE(recipe.global_batch, recipe.temperature, recipe.pooling))
-    weights = recipe.objectives or {"anchor": 1.0}
+        mntp=lambda: MaskedPrediction(mask_id(tokenizer, rules.masked_with), len(tokenizer), rules.seed,
+                                      rules.masked_fraction),
+        simcse=lambda: SimCSE(rules.global_batch, rules.temperature, rules.pooling))
+    weights = rules.objectives or {"anchor": 1.0}
     objectives = [(name, makers[name](), float(weight)) for name, weight in weights.items()]
     return sorted(objectives, key=lambda item: not item[1].coupled)
 

@@ -17,7 +17,7 @@ from ..core.recipe import RECIPES, paper
 from ..core.redaction import without_secrets
 from ..core.settings import default
 from ..evaluation.tables import by_seed, comparable, expected_vs_obtained, last_steps
-from ..experiments.figures import (METRIC_NAMES, PAPER_MODELS, PAPER_NAMES, SYSTEMS, around, load_per_query,
+from ..experiments.figures import (METRIC_NAMES, PAPER_MODELS, PAPER_NAMES, SYSTEMS, interval_around, load_per_query,
                                            system)
 from ..experiments.pipeline import full_preset
 from ..experiments.report import run_facts
@@ -106,7 +106,7 @@ def markdown_table(header: list, lines: list) -> str:
 def main_scores(about: About, label: str, step: int) -> dict: # task -> (value, Interval or None), in [0, 1]
     "The main scores of a system; means over training seeds where there are several."
     tasks = by_seed([row for row in about.rows if (row["label"], row["step"]) == (label, step)])
-    return {task: (fmean(seeds.values()), around(seeds, about.per_query.get((label, step, task))))
+    return {task: (fmean(seeds.values()), interval_around(seeds, about.per_query.get((label, step, task))))
             for task, seeds in tasks.items()}
 
 def per_cent(value: float, interval=None) -> str: # value and Interval in [0, 1]

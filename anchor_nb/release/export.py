@@ -18,7 +18,7 @@ from ..data.prompts import Formatter, LAYOUT_FILE, Layout, around, paper_instruc
 from ..models.attention import is_causal
 from ..models.backbone import has_head, trunk_of
 from ..models.embedder import AnchorEmbedder, chain, small_files
-from ..models.loading import read_json
+from ..models.loading import json_or_empty
 from ..models.resolve import base_of, find_model, stored_facts
 
 # %% ../../nbs/release/00_export.ipynb #f6d0403e
@@ -86,10 +86,10 @@ def write_tokenizer(formatter: Formatter, folder: Path):
     "Save a tokenizer that every library reads in the same way."
     tokenizer, layout = formatter.tokenizer, formatter.layout
     tokenizer.save_pretrained(folder)
-    raw = read_json(folder/"tokenizer.json")
+    raw = json_or_empty(folder/"tokenizer.json")
     raw.update(post_processor=template(*around(tokenizer, layout), tokenizer), truncation=None, padding=None)
     write_text(folder/"tokenizer.json", json.dumps(raw, ensure_ascii=False))
-    config = read_json(folder/"tokenizer_config.json")
+    config = json_or_empty(folder/"tokenizer_config.json")
     config = {name: value for name, value in config.items() if name not in OF_VERSION_5}
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
@@ -118,7 +118,7 @@ def write_weights(embedder: AnchorEmbedder, folder: Path, dtype: str, head: bool
         raise ValueError("the model has no language-model head; leave out head")
     model = embedder.lm if head else trunk_of(embedder.lm)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    write_json(folder/"config.json", for_all_readers(read_json(folder/"config.json") | dict(dtype=dtype), dimensions))
+    write_json(folder/"config.json", for_all_readers(json_or_empty(folder/"config.json") | dict(dtype=dtype), dimensions))
     mode = (folder/"config.json").stat().st_mode # safetensors files are otherwise readable by their owner only
     for file in folder.glob("*.safetensors"): file.chmod(mode)
 
@@ -162,7 +162,7 @@ def write_adapter(folder: str, out: Path, base: str, level: str): # level: the p
     "Write an adapter for the bare decoder, which is what sentence-transformers loads."
     from peft import load_peft_weights
     from safetensors.torch import save_file
-    config, top = read_json(Path(folder)/"adapter_config.json"), "base_model.model."
+    config, top = json_or_empty(Path(folder)/"adapter_config.json"), "base_model.model."
     weights = load_peft_weights(folder, device="cpu")
     save_file({top + name.removeprefix(top).removeprefix(level): weight.contiguous()
                for name, weight in weights.items()}, out/"adapter_model.safetensors", dict(format="pt"))
@@ -182,7 +182,7 @@ def gguf_note(out: Path, facts: dict, encoder: bool) -> str:
     from transformers import AutoTokenizer
     mode = f"--pooling {dict(eos='last', first='cls').get(facts['pooling'], facts['pooling'])}"
     if encoder: return mode
-    tokenizer, model = AutoTokenizer.from_pretrained(out), read_json(out/"tokenizer.json")["model"]
+    tokenizer, model = AutoTokenizer.from_pretrained(out), json_or_empty(out/"tokenizer.json")["model"]
     ids, text = tokenizer("x")["input_ids"], tokenizer("x", add_special_tokens=False)["input_ids"]
     place = ids.index(text[-1])
     head, tail = tokenizer.decode(ids[tokenizer.bos_token_id == ids[0]:place]), tokenizer.decode(ids[place + 1:-1])
@@ -208,7 +208,7 @@ def readers(out,                         # an exported folder
            ) -> dict:                    # library -> {reads: `COMPARED`, `BY_RULES` or `NOT_READ`; note: what to know}
     "Which libraries read an exported folder: compared, by their rules, or not at all."
     out = Path(out)
-    config, facts, adapter = read_json(out/"config.json"), read_json(out/LAYOUT_FILE), out/"adapter_config.json"
+    config, facts, adapter = json_or_empty(out/"config.json"), json_or_empty(out/LAYOUT_FILE), out/"adapter_config.json"
     encoder, why = config.get("model_type") in ENCODERS, cannot_read(config, facts, adapter.is_file())
     known = dict(reads=BY_RULES, note="")
     if facts["bidirectional"] and not encoder:
@@ -229,7 +229,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def stored_dtype(model: str) -> str: # one of `DTYPES`
     "The dtype of a checkpoint's weights; for an adapter, of its base's."
-    config = read_json(small_files(chain(find_model(model))[-1])/"config.json")
+    config = json_or_empty(small_files(chain(find_model(model))[-1])/"config.json")
     dtype = config.get("dtype") or config.get("torch_dtype")
     return dtype if dtype in DTYPES else "float32"
 
@@ -310,7 +310,7 @@ def other_tokens(embedder: AnchorEmbedder, peer, facts: dict, texts: list) -> in
 
 def allowed_difference(model: str, out: Path) -> float: # of one component
     "Rounding of sums, and of the weights if the export rounded them."
-    written = read_json(out/"config.json").get("dtype", "float32") # an adapter has no such file
+    written = json_or_empty(out/"config.json").get("dtype", "float32") # an adapter has no such file
     as_stored = written == stored_dtype(model) and not base_of(find_model(model))
     return 1e-5 if written == "float32" or as_stored else 2e-2
 
@@ -322,7 +322,7 @@ def check(model: str,     # what was exported
                     # other_tokens, same
     "Compare an exported folder with the model, through sentence-transformers on the CPU."
     from sentence_transformers import SentenceTransformer
-    facts, out = read_json(Path(out)/LAYOUT_FILE), Path(out).resolve()
+    facts, out = json_or_empty(Path(out)/LAYOUT_FILE), Path(out).resolve()
     instructions, longest = facts["exported"]["instructions"], facts["layout"]["max_length"]
     embedder = load_for_export(model, "keep_eos", pooling=facts["pooling"], max_length=longest,
                                bidirectional=facts["bidirectional"], kind=kind)

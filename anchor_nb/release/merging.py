@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ..core.files import check_whole, keep_apart, new_folder, saving, write_text
 from ..data.prompts import LAYOUT_FILE, Layout
 from ..models.embedder import chain
-from ..models.loading import kind_of, read_json
+from ..models.loading import kind_of, json_or_empty
 from ..models.resolve import base_of, find_model, stored_facts
 from ..runs.identity import content_at
 
@@ -54,7 +54,7 @@ def weight_files(folder: Path) -> list:
     "The safetensors files of a model; FileNotFoundError when one is missing."
     index = folder/"model.safetensors.index.json" # other weights may lie beside those that it names
     files = sorted(folder.glob("*.safetensors"))
-    if index.is_file(): files = [folder/name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    if index.is_file(): files = [folder/name for name in sorted(set(json_or_empty(index)["weight_map"].values()))]
     if not files:
         raise FileNotFoundError(f"{folder} has no .safetensors file; load the model and save it again with "
                                 "transformers")
@@ -119,14 +119,14 @@ CONFIG = ("model_type", "is_causal", "tie_word_embeddings", "rope_theta", "rope_
 def use_of(folder: Path) -> dict: # by dotted name; {} for a model without anchor_nb.json
     "How an embedder is used, with defaults filled in."
     if not (facts := stored_facts(str(folder))): return {}
-    config = read_json(folder/"config.json") if (folder/"config.json").is_file() else {}
+    config = json_or_empty(folder/"config.json") if (folder/"config.json").is_file() else {}
     usual = dict(pooling="eos", bidirectional=config.get("is_causal") is False, prompts={}, normalize=True)
     layout = {f"layout.{key}": value for key, value in asdict(Layout(**facts["layout"])).items() if key != "max_length"}
     return layout | usual | {key: facts[key] for key in usual if facts.get(key) is not None}
 
 def check_use(folders: list):
     "ValueError where two models have different architectures or compute embeddings differently."
-    configs = [(folder, read_json(folder/"config.json")) for folder in folders if (folder/"config.json").is_file()]
+    configs = [(folder, json_or_empty(folder/"config.json")) for folder in folders if (folder/"config.json").is_file()]
     check_alike([(folder, {key: config.get(key) for key in CONFIG}) for folder, config in configs], "config.json: ",
                 "merge models that were trained from the same base in the same way")
     kinds = [(folder, dict(kind=kind_of(folder))) for folder in folders]
@@ -258,7 +258,7 @@ def finish_config(folder: Path, models: list, dtype: str):
     "Make config.json state the dtype and the vocabulary size of the weights."
     path = folder/"config.json"
     if not path.is_file(): return
-    config = read_json(path)
+    config = json_or_empty(path)
     rows = [model.shape(name)[0] for model in models for name in model.files if name.endswith("embed_tokens.weight")]
     if rows and "vocab_size" in config: config["vocab_size"] = max(rows)
     if dtype:

@@ -93,11 +93,12 @@ def frame(path: Path, # a ledger
 
 # %% ../../nbs/runs/03_ledger.ipynb #fcd2b340
 def latest(rows: list) -> list: # of rows of a ledger; in their order
-    "The rows that a table shows: one for each label, step, task, metric and training seed, all on the latest cut of a task."
+    "The rows that a table shows: one a label, step, task, metric and training seed, all on a task's latest cut."
     source = lambda row: (row.get("training_seed"), row.get("manifest"))
     cut = lambda row: row.get("data") or tuple(row.get(name) for name in ("seed", "queries", "documents"))
     how = lambda row: (row.get("max_length"), row.get("instructions"))
-    score = lambda row: (row["label"], row["step"], row["task"], row.get("main") or row["metric"], row.get("training_seed"))
+    score = lambda row: (row["label"], row["step"], row["task"], row.get("main") or row["metric"],
+                         row.get("training_seed"))
     sources = {} # label -> the models it stands for, with their training seeds
     for row in reversed(rows):
         (seed, manifest), newer = source(row), sources.setdefault(row["label"], set())

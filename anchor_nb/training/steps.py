@@ -19,8 +19,8 @@ from ..core.distributed import all_reduce, world
 from ..losses.infonce import cached_step, contrastive_batch
 from ..losses.contrastive import ContrastiveRules, contrastive_objective
 from ..losses.negatives import Guide, format_examples
-from ..losses.objectives import make_objectives, prepare_all, run_objectives, to_device
-from ..losses.reconstruction import DecodeRules
+from ..losses.objectives import (ReconstructionRules, make_objectives, prepare_all, run_objectives,
+                                         to_device)
 
 # %% ../../nbs/training/04_steps.ipynb #65f5efbc
 def same_pieces(lengths: list, budget: int,
@@ -30,20 +30,6 @@ def same_pieces(lengths: list, budget: int,
     pieces = cut_by_tokens(lengths, budget, at_least=most)
     empty = most - len(pieces)
     return pieces + [[min(range(len(lengths)), key=lengths.__getitem__)]]*empty, empty
-
-# %% ../../nbs/training/04_steps.ipynb #495c79d1
-@dataclass(frozen=True, kw_only=True)
-class ReconstructionRules(DecodeRules):
-    "The settings that decide stage I's loss; their meaning and their sources are those of `Stage1`."
-    objectives: dict          # weight by name; empty: anchor alone
-    alpha: float              # weight of query-to-document
-    pooling: str
-    masked_fraction: float
-    masked_with: str
-    attention_dropout: float
-    temperature: float        # of simcse
-    global_batch: int
-    seed: int
 
 # %% ../../nbs/training/04_steps.ipynb #270b5f92
 class ReconstructionStep:
