@@ -41,6 +41,7 @@ test: $(STAMP)
 	@$(ONE_THREAD) $(BIN)/python -m pytest -q -ra --durations=10 -n logical --dist worksteal $(PYTEST_ARGS)
 
 # tests/slurm/setup.sh sets ANCHOR_NB_SLURM
+test-all: export ANCHOR_NB_TUTORIALS := 1
 test-all: export ANCHOR_NB_REGISTRY := 1
 test-all: export ANCHOR_NB_RANKS := 1
 test-all: export ANCHOR_NB_SOAK := 1
