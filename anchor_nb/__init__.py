@@ -7,7 +7,8 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name): # loaded when first asked for, since most of them bring torch
-    if name not in _HOMES: raise AttributeError(f"module 'anchor_nb' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'anchor_nb' has no attribute {name!r}")
     from importlib import import_module
     return getattr(import_module(f"anchor_nb.{_HOMES[name]}"), name)
 

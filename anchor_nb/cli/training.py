@@ -116,6 +116,7 @@ def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: 
     if found["failed"]:
         raise typer.Exit(1)
 
+# %% ../../nbs/cli/02_training.ipynb #8d8baa01
 @app.command("recipes", rich_help_panel=TRAIN)
 def list_recipes(as_json: AsJson = False):
     "List the methods that can be trained, each with what it is and where ours differs from the original."

@@ -216,7 +216,7 @@ class TextEncoder(Saved):
         "`encode` documents: as they are, or with the checkpoint's prompt for documents."
         return self.encode(texts, role="document", **options)
 
-# %% ../../nbs/models/08_embedder.ipynb #e76c6889
+# %% ../../nbs/models/08_embedder.ipynb #801af192
 def on_disk(sources: tuple) -> list: # what the system notes of each file
     "Tells whether the files that a model was loaded from are still those."
     files = [file for source in sources if Path(source).is_dir() for file in sorted(Path(source).rglob("*"))
@@ -224,6 +224,7 @@ def on_disk(sources: tuple) -> list: # what the system notes of each file
     return [(str(file), about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for file in files
             for about in [file.stat()]]
 
+# %% ../../nbs/models/08_embedder.ipynb #e76c6889
 class AnchorEmbedder(TextEncoder):
     "Texts to normalised vectors: `AnchorEmbedder.from_pretrained(path).encode(texts)`."
     def __init__(self, lm,                     # a causal language model from `load_backbone`

@@ -118,7 +118,8 @@ def write_weights(embedder: AnchorEmbedder, folder: Path, dtype: str, head: bool
         raise ValueError("the model has no language-model head; leave out head")
     model = embedder.lm if head else trunk_of(embedder.lm)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    write_json(folder/"config.json", for_all_readers(json_or_empty(folder/"config.json") | dict(dtype=dtype), dimensions))
+    config = json_or_empty(folder/"config.json") | dict(dtype=dtype)
+    write_json(folder/"config.json", for_all_readers(config, dimensions))
     mode = (folder/"config.json").stat().st_mode # safetensors files are otherwise readable by their owner only
     for file in folder.glob("*.safetensors"): file.chmod(mode)
 

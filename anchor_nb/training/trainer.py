@@ -356,6 +356,15 @@ class WholeCheckpoints(Trainer):
         replace_folder(out/".writing"/name, out/name)
         drop_checkpoints(out, *self.keep)
 
+# %% ../../nbs/training/06_trainer.ipynb #2a12c76a
+def make_step(inputs: Inputs, plan, out: Path):
+    "The step, with the planned budget of tokens or what an earlier start that ran out of memory left."
+    budget = of_first_rank(kept_budget(out, plan.micro_tokens))
+    fewer = f"; {budget} tokens after memory ran out"*(budget < plan.micro_tokens)
+    if world()[0] == 0: print(plan.why + fewer, flush=True)
+    kind = ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep
+    return kind(inputs.rules, inputs.formatter, budget)
+
 # %% ../../nbs/training/06_trainer.ipynb #4e163cb6
 class AnchorTrainer(WholeCheckpoints):
     "`transformers.Trainer` whose step is one global batch; at the start of a run or at a checkpoint."
@@ -364,7 +373,7 @@ class AnchorTrainer(WholeCheckpoints):
                  checkpoint: Path | None = None):
         out, first = Path(recipe.out), number_of(checkpoint) if checkpoint else 0
         self.plan = of_first_rank(planned(recipe, inputs, str(args.device), args.world_size))
-        self.step = self.make_step(inputs, out)
+        self.step = make_step(inputs, self.plan, out)
         # a smaller budget cuts stage II in pieces, and GradCache recomputes already
         cached = inputs.stage == "stage2" and self.step.budget < self.plan.micro_tokens
         module = build_model(inputs, checkpoint, self.plan.gradient_checkpointing and not cached)
@@ -379,14 +388,6 @@ class AnchorTrainer(WholeCheckpoints):
                                                      evaluation_mode=True)
         if "tensorboard" in recipe.trackers and args.process_index == 0: self.add_callback(curves(out, first))
         if getattr(recipe, "snapshot_steps", 0): self.add_callback(Snapshots(recipe.snapshot_steps, save, out))
-
-    def make_step(self, inputs: Inputs, out: Path):
-        "The step, with the planned budget of tokens or what an earlier start that ran out of memory left."
-        budget = of_first_rank(kept_budget(out, self.plan.micro_tokens))
-        fewer = f"; {budget} tokens after memory ran out"*(budget < self.plan.micro_tokens)
-        if world()[0] == 0: print(self.plan.why + fewer, flush=True)
-        kind = ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep
-        return kind(inputs.rules, inputs.formatter, budget)
 
     def get_train_dataloader(self):
         workers, more = self.args.dataloader_num_workers, {}

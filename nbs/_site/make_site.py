@@ -33,7 +33,8 @@ ROOT = NOTEBOOKS.parent
 WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses",
              training="Training", inference="Search and mining", evaluation="Evaluation", analysis="Analysis",
              experiments="Experiments and figures", release="Export and release", cli="The command line")
-TUTORIALS = ["quickstart", "own_data", "anchor", "village", "search_page", "evaluation", "ablations", "relatives", "cost",
+TUTORIALS = ["quickstart", "own_data", "anchor", "village", "search_page", "evaluation", "ablations", "relatives",
+             "cost",
              "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
 BEFORE = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES),

@@ -196,7 +196,9 @@ def code_of(path) -> dict:
     return {f" cell {number}": source(cell) for number, cell in enumerate(cells(path)) if cell["cell_type"] == "code"}
 
 
-def too_wide(text) -> list: return [line for line in text.splitlines() if len(line) > 120]
+def too_wide(text) -> list: # but for `__all__`, which nbdev wraps
+    text = re.sub(r"^__all__ = \[.*?\]$", "", text, flags=re.M | re.S)
+    return [line for line in text.splitlines() if len(line) > 120]
 
 
 def hidden_raises(text) -> list:
@@ -243,10 +245,17 @@ def test_public_names_are_few_and_each_means_one_thing():
     assert len(homes) <= 500
 
 
+def lines_of(text) -> int:
+    "How long a cell is; a field of a dataclass and a text count as one line, however they are wrapped."
+    wrapped = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.AnnAssign)
+               or isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    return len(text.splitlines()) - sum(node.end_lineno - node.lineno for node in wrapped)
+
+
 @every_library_notebook
 def test_exported_cells_are_short_and_free_of_the_notebook_tools(path):
     for text in exported(path):
-        assert len(text.splitlines()) <= 60, text[:200]
+        assert lines_of(text) <= 60, text[:200]
         assert not re.search(r"^\s*(from|import) (nbdev|fastcore|IPython)\b", text, flags=re.M), text[:200]
         assert not re.search(r"^\s*from \S+ import \*", text, flags=re.M), text[:200]
 

@@ -152,7 +152,8 @@ def test_what_is_plainly_meant_is_taken(embedder):
     (lambda e: search([[1.0]], [[1.0]], k="2"), "k='2' is str; give a whole number"),
     (lambda e: search(None, [[1.0]]), "queries cannot be read as vectors"),
     (lambda e: search([[1.0]], [[1.0], [1.0, 2.0]]), "corpus cannot be read as vectors .* of one length"),
-    (lambda e: Index(e, {1: "a", "1": "b"}), "documents has the id '1' twice, since ids are stored as strings; give ids "
+    (lambda e: Index(e, {1: "a", "1": "b"}), "documents has the id '1' twice, since ids are stored as strings; give "
+                                             "ids "
                                              "that differ"), (lambda e: Index(e, ["a"]*64, np.ones(64)),
                                                               "vectors have 1 dimensions; give"),
     (lambda e: e.similarity(np.ones((1, 3)), np.ones((1, 4))), "vectors of 3 and of 4 numbers have no cosine"),

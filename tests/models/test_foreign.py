@@ -115,7 +115,7 @@ def test_a_default_prompt_and_vectors_of_any_length(tmp_path):
 
 
 def test_what_is_called_a_cosine_is_one(tmp_path):
-    "By the embedder, in an evaluation, by a filter, in a search, and in mining; as sentence-transformers and mteb do it."
+    "By the embedder, in an evaluation, a filter, a search and mining, as sentence-transformers and mteb do."
     from mteb.abstasks.task_metadata import TaskMetadata
     from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
     from mteb.types import PromptType
@@ -285,7 +285,7 @@ def llm2vec_folders(tmp_path, base=TINY, **config):
 
 @pytest.mark.parametrize("instruct", [False, True])
 def test_llm2vec(tmp_path, instruct):
-    "Both adapters merged in their order, both ways, the mean behind the instruction; a chat template where the base's name asks for it."
+    "Both adapters merged in order, bidirectional, mean after the instruction; a chat template where the base asks."
     from peft import PeftModel
     base = tmp_path/("Llama-Instruct" if instruct else "base")
     shutil.copytree(TINY, base)
@@ -354,7 +354,7 @@ def test_gritlm(tmp_path):
 
 
 def test_gritlm_re_keeps_the_first_word_of_a_query(tmp_path):
-    "Counted alone, `Query: ` is a token longer than before a word, and GritLM's mean lacks the word's token; offsets are right."
+    "`Query: ` alone is a token longer than before a word, so GritLM's mean lacks that word's token; offsets are right."
     folder = gritlm_folder(tmp_path)
     ours = AnchorEmbedder.from_pretrained(folder, kind="gritlm-re")
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)

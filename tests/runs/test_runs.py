@@ -20,7 +20,6 @@ import warm
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.runs import identity
 from anchor_nb.experiments import stages as stage_runs
-from anchor_nb.core import progress
 from anchor_nb.core import errors
 from anchor_nb.core import presets as preset_files
 from anchor_nb.runs import provenance, manifest as runs
@@ -294,7 +293,7 @@ def test_a_run_whose_notebook_failed_behind_it_is_not_finished(tmp_path):
 def test_a_cell_that_fails_by_hand_is_on_record(ends, status, reason, tmp_path, monkeypatch, capsys):
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell()
-    monkeypatch.setattr(progress, "running_shell", lambda: shell)
+    monkeypatch.setattr(runs, "running_shell", lambda: shell)
     begin = (f"out = {str(tmp_path)!r}\nfrom anchor_nb.core.errors import Stopped\nfrom anchor_nb.runs.manifest import "
              f"finish_run{FAILING}")
     shell.run_cell(begin)
