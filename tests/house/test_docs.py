@@ -113,7 +113,7 @@ def test_what_is_internal_is_folded_and_not_listed(site):
 def test_the_api_page_begins_with_what_the_package_itself_offers(site):
     import anchor_nb
     text = (site/"names.html").read_text(encoding="utf-8")
-    first = text[text.index('id="anchor_nb"'):text.index('id="core.recipe"')]
+    first = text[text.index('id="anchor_nb"'):text.index('id="core.settings"')]
     assert re.findall(r'<td[^>]*><a href="[^"]+#([\w.]+)"', first) == [f"{home}.{name}"
                                                                  for name, home in anchor_nb._HOMES.items()]
 
