@@ -43,7 +43,7 @@ def dedup_pairs(data: Pairs, out: NewPairs,
                                            "you need") = [],
                 remove: option(str, "rows that show a test's queries, documents, either (all), pairs of both, or "
                                     "none: report only") = "queries",
-                all_documents: option(bool, "look for test documents that answer nothing too",
+                all_documents: option(bool, "also look for test documents that answer nothing",
                                             "--all-documents") = False, format: Format = "anchor_nb",
                 as_json: AsJson = False):
     "Drop rows that repeat others, and rows that evaluation sets know; says what of the tests was seen."
