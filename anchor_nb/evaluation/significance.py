@@ -17,7 +17,7 @@ class Interval:
     low: float   # 2.5th percentile
     high: float  # 97.5th percentile
 
-def bootstrap(values,              # one number a query
+def bootstrap(values,              # one number per query
               seed: int = 0,       # of the draws
               samples: int = 10_000, # number of draws
              ) -> Interval:
@@ -41,7 +41,7 @@ def paired_bootstrap(a: dict,       # query id -> value of one system
     return bootstrap([a[query] - b[query] for query in sorted(a)], seed)
 
 # %% ../../nbs/evaluation/00_significance.ipynb #82d72935
-def over_seeds(values,      # one score a training seed
+def over_seeds(values,      # one score per training seed
               ) -> Interval:
     "The mean over training runs with its 95 % t interval; ValueError for fewer than two."
     from scipy.stats import t
