@@ -169,7 +169,7 @@ def with_gpus(stage: str, gpus: int) -> dict: # parameters
 
 # %% ../../nbs/cli/00_app.ipynb #8d1e8e0d
 def first_line(notebook: Path) -> str: # the line behind ">" in the first cell
-    "What a notebook says it does."
+    "The one-line description of a notebook."
     text = "".join(read_json(notebook)["cells"][0]["source"])
     return next((line.lstrip("> ") for line in text.splitlines() if line.startswith(">")), "")
 

@@ -43,7 +43,7 @@ def dedup_pairs(data: Pairs, out: NewPairs,
                                            "you need") = [],
                 remove: option(str, "rows that show a test's queries, documents, either (all), pairs of both, or "
                                     "none: report only") = "queries",
-                all_documents: option(bool, "look for test documents that answer nothing too",
+                all_documents: option(bool, "also look for test documents that answer nothing",
                                             "--all-documents") = False, format: Format = "anchor_nb",
                 as_json: AsJson = False):
     "Drop rows that repeat others, and rows that evaluation sets know; says what of the tests was seen."
@@ -66,7 +66,7 @@ def encode(corpus: argument(str, "a JSONL or parquet file, a folder of such file
            dtype: option(str, "float32, float16, int8 or binary") = "float32",
            gpus: option(int, "processes, one for each GPU; 0: all there are") = 1, pairs: Parameters = [],
            as_json: AsJson = False):
-    "A corpus to vectors, in shards that are checked and never made twice."
+    "Encode a corpus to vectors, in shards that are checked and never made twice."
     from anchor_nb.inference.corpus_encoding import encode_corpus
     with answering(as_json) as answer:
         found = encode_corpus(corpus, model, out, gpus, dtype=dtype, **read_pairs(pairs))

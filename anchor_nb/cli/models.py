@@ -76,7 +76,7 @@ def yaml_values(pairs: list) -> dict: # texts like "name=[1, 2]"
 LOADING = dict(pooling=str, max_length=int, bidirectional=bool, kind=str)
 
 def load_options(pairs: list) -> dict: # for `AnchorEmbedder.from_pretrained`
-    "What a checkpoint does not say of itself; ValueError for another name, or a value of another type."
+    "What a checkpoint does not say about itself; ValueError for another name, or a value of another type."
     found = yaml_values(pairs)
     for name, value in found.items():
         if name not in LOADING:

@@ -216,7 +216,7 @@ def build_corpus(name: str,                   # a key of `CORPORA`
                  negatives: int = 4,          # hard negatives per pair, at most
                  seed: int = 0,               # of the negatives; the split has none
                  ) -> Path:                   # `<folder>/<name>`
-    "Build a corpus from its pinned source, or find it built; ValueError for an unknown name."
+    "Build a corpus from its pinned source, or reuse the finished build; ValueError for an unknown name."
     if name not in CORPORA:
         raise ValueError(f"There is no corpus {name!r}; choose from {', '.join(CORPORA)}")
     if negatives < 0:

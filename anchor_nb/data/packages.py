@@ -272,7 +272,7 @@ def stanzas(text: str) -> list[dict[str, str]]:
 
 # %% ../../nbs/data/03_packages.ipynb #9278a5c9
 def debian_items(folder: Path) -> list[Item]:
-    "Packages of the index: synopsis and description, one a source package, grouped by section."
+    "Packages of the index: synopsis and description, one per source package, grouped by section."
     packages, translations = (stanzas(gzip.decompress((Path(folder) / name).read_bytes()).decode())
                               for name in ("Packages.gz", "Translation-en.gz"))
     described = {t["Description-md5"]: t["Description-en"] for t in translations if "Description-en" in t}

@@ -79,7 +79,7 @@ def find_bos(tokenizer, head: str) -> str: # the token, or ""
 def check_eos(tokenizer, eos) -> str: # the token itself
     "ValueError for an [EOS] that is missing or is not a single token of the vocabulary."
     if eos and len(tokenizer(eos, add_special_tokens=False)["input_ids"]) == 1: return eos
-    raise ValueError(f"[EOS] is {eos!r}, which is no single token of this tokenizer; set eos to a special token "
+    raise ValueError(f"[EOS] is {eos!r}, which is not a single token of this tokenizer; set eos to a special token "
                      f"such as {list(tokenizer.added_tokens_encoder)[:4]}")
 
 # %% ../../nbs/data/02_prompts.ipynb #c231b109

@@ -350,7 +350,7 @@ def load_pairs(data: str, cache_dir=None) -> dict: # dataset name -> datasets.Da
     "All datasets of a folder, file or dataset id; warns of missing E5 files."
     sources = find_sources(data)
     if missing := missing_files(sources):
-        warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are missing, and training goes without "
+        warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are missing, and training does without "
                       f"them: {', '.join(missing)}")
     return {name: load_source(source, cache_dir) for name, source in sources.items()}
 
@@ -426,13 +426,13 @@ def deal(lengths: list, rank: int, ranks: int) -> list: # of numbers, ascending
     player = lambda place: min(place % (2*ranks), 2*ranks - 1 - place % (2*ranks))
     return sorted(n for place, n in enumerate(order) if player(place) == rank)
 
-def characters(example: Example, most: int = 2560) -> int: # most: what counts of one text; 512 tokens of English
+def characters(example: Example, most: int = 2560) -> int: # most: characters counted per text, ~512 tokens
     "How long an example is."
     return sum(min(len(text), most) for text in (example.query, example.positive, *example.negatives))
 
 # %% ../../nbs/data/00_rows.ipynb #b2b5ab73
 def example_of(row: dict, epoch: int, negatives: int, instruction: str) -> Example:
-    "What an epoch trains on of a row."
+    "The query and documents of a row that an epoch trains on."
     pick = lambda field, count: rotate(row[field], epoch, count)
     return Example(row["query"], *pick("positives", 1), pick("negatives", negatives), instruction,
                    row["document_instruction"],
@@ -459,7 +459,7 @@ def strangers(table, # datasets.Dataset with the columns of `load_source`
     "Every query with the documents of another row; ValueError for a table of one row."
     import datasets
     if len(table) < 2:
-        raise ValueError("pairing=strangers needs two rows at least")
+        raise ValueError("pairing=strangers needs at least two rows")
     shift = int(generator("strangers", seed).integers(1, len(table)))
     theirs = [name for name in table.column_names if name not in ("query", "instruction")]
     moved = table.select((np.arange(len(table)) + shift) % len(table)).select_columns(theirs).flatten_indices()

@@ -66,7 +66,7 @@ def english_tasks() -> dict: # name -> task, with the subsets of the benchmark
 
 def find_task(name: str, # name of a task, or a folder
               **cut):    # queries, documents and seed of `tasks.subset`, for a folder
-    "One task of mteb; ValueError offers the nearest names."
+    "One mteb task; ValueError offers the nearest names."
     from mteb.get_tasks import TASK_LIST, get_task
     from anchor_nb.evaluation.local_suite import LOCAL, local_task
     from anchor_nb.data.retrieval_sets import as_task, read_retrieval, subset
@@ -122,12 +122,12 @@ def use_local_copy(task, data_root: Path):
                                                                                 revision=version))
 
 def edition(folder: Path) -> str: # 16 hexadecimal digits
-    "What tells a folder's files from those it had before: names and content."
+    "A fingerprint of a folder's files: names and content."
     return content_hash(str(folder))[:16]
 
 @contextmanager
 def datasets_cache(name: str):
-    "Have the library `datasets` keep what it converts in a place of its own."
+    "Give the library `datasets` a separate cache for what it converts."
     import datasets
     before = datasets.config.HF_DATASETS_CACHE
     datasets.config.HF_DATASETS_CACHE = Path(before)/"anchor_nb"/name
@@ -274,7 +274,7 @@ def read_instructions(path: Path) -> dict: # YAML: task, pattern or type -> inst
 def instructions_for(tasks: list,           # what `find_tasks` gave
                      source: str = "paper", # paper, mteb, none or a YAML file
                     ) -> dict:              # name of leaf -> instruction, "" for none
-    "What goes before the queries of each task; ValueError lists the tasks that a file passes over."
+    "What goes before the queries of each task; ValueError lists the tasks that a file does not mention."
     every = {leaf.metadata.name: leaf for task in tasks for leaf in leaves(task)}
     if source == "none": return dict.fromkeys(every, "")
     if source in ("paper", "mteb"):
@@ -298,7 +298,7 @@ def instructions_id(source: str) -> str: # paper, mteb, none or a YAML file
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #772e7047
 @contextmanager
 def superseded_expected():
-    "Within it, mteb does not warn of tasks that have a successor."
+    "A context in which mteb does not warn about tasks that have a successor."
     logger, message = logging.getLogger("mteb.abstasks.abstask"), "is superseded by"
     def other(record): return message not in record.getMessage()
     logger.addFilter(other)

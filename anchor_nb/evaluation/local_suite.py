@@ -203,17 +203,17 @@ def toy_pair_parts() -> dict:
 # %% ../../nbs/evaluation/01_local_suite.ipynb #1b4eb009
 @dataclass(frozen=True)
 class Card:
-    "What there is to know about a local task before it is run."
+    "What to know about a local task before running it."
     name: str         # in results
     type: str         # in mteb's words
     corpus: str       # one of `corpora.CORPORA` or `corpora.LABELLED`
     title: str        # what is asked of a model
-    instruction: str  # said before the queries; before every text of the symmetric kinds
+    instruction: str  # goes before the queries; in the symmetric kinds, before every text
     metric: str       # the number that counts
     good_for: str     # what a difference in it tells
     weak: str         # where it saturates, or misleads
     build: object     # function of no argument -> rows by part
-    settings: dict = field(default_factory=dict)  # for the maker in `anchor_nb.data.retrieval_sets`
+    settings: dict = field(default_factory=dict)  # for the function of `data.retrieval_sets` that makes the task
 
     @property
     def license(self) -> str: return (CORPORA.get(self.corpus) or LABELLED[self.corpus]).license
@@ -300,7 +300,7 @@ SUITES = {"local": tuple(name for name in LOCAL if not name.startswith("LocalToy
           "local-quick": tuple(name for name in LOCAL if name.startswith("LocalToy"))}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #95dacb3a
-SUITE = 1  # version of the rules in this module; another number builds anew
+SUITE = 1  # version of the rules in this module; another number triggers a rebuild
 
 
 def card(name: str) -> Card:
@@ -313,7 +313,7 @@ def card(name: str) -> Card:
 def build_local(name: str,                   # one of `LOCAL`
                 folder: Path | None = None,  # where local tasks live; default: `local` in the cache
                ) -> Path:                    # `<folder>/<name>`
-    "Build a local task from its source, or find it built."
+    "Build a local task from its source, or reuse the finished build."
     made, target = card(name), Path(folder or cache_dir()/"local")/name
     wanted = {"task": name, "build": corpora.BUILD, "suite": SUITE}
     source = CORPORA.get(made.corpus) or LABELLED[made.corpus]
@@ -336,7 +336,7 @@ def read_parts(name: str, folder: Path | None = None) -> dict[str, list[dict]]:
 
 def local_task(name: str,                   # one of `LOCAL`
                folder: Path | None = None,  # where local tasks live; default: `local` in the cache
-              ):                            # a task of mteb, an AbsTask
+              ):                            # an mteb task, an AbsTask
     "A local task, built if need be."
     made, parts = card(name), read_parts(name, folder)
     about = dict(description=f"{made.title[0].upper()}{made.title[1:]}. Good for: {made.good_for}. Weak: {made.weak}.")
@@ -351,7 +351,7 @@ def local_task(name: str,                   # one of `LOCAL`
     return make(name, *rows, made.instruction, about, **made.settings)
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #1e5edc99
-REFERENCE = { # main scores of three systems that need no training
+REFERENCE = { # main scores of three baselines that need no training
     "LocalWikiRetrieval": dict(chance=0.002, words=0.703, bm25=0.808),
     "LocalVerbRetrieval": dict(chance=0.0, words=0.139, bm25=0.221),
     "LocalDebianReranking": dict(chance=0.387, words=0.34, bm25=0.547), "LocalLeeSTS": dict(chance=0.001, words=0.251),

@@ -96,7 +96,7 @@ def _line_figure(title: str, height: float, draw):
         return _finish(figure)
 
 # %% ../../nbs/experiments/03_figures.ipynb #8baebd0d
-def smooth(values,       # one a step
+def smooth(values,       # one per step
            sigma: float, # width of the Gaussian in steps; 0: unchanged
           ) -> np.ndarray:
     "Gaussian smoothing whose weights sum to 1 at the ends too."
@@ -149,7 +149,7 @@ def stage2_losses(runs: dict): # label -> rows of a stage-II metrics.jsonl: step
 
 # %% ../../nbs/experiments/03_figures.ipynb #97fbcd9e
 def throughput(runs): # rows of a speed.jsonl (step, seconds, tokens), or a dictionary label -> rows
-    "Tokens a second over the steps, with the median of each run."
+    "Tokens per second over the steps, with the median of each run."
     runs = {label: rows for label, rows in (runs if isinstance(runs, dict) else {"": runs}).items() if len(rows)}
     def draw(axes):
         ends = []
@@ -170,7 +170,7 @@ METRIC_NAMES = {"ndcg_at_10": "nDCG@10", "map_at_1000": "MAP", "v_measure": "V-m
 def points(ledger: list, # rows
            most: int = 3, # tasks that are shown one by one
           ) -> dict:     # (label, step, task) -> {training seed: value in [-1, 1]}
-    "What a ledger has to show."
+    "The values of a ledger that figures show."
     rows, systems = comparable(ledger), {}
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     for row in rows: systems.setdefault((row["label"], row["step"]), []).append(row)

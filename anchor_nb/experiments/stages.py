@@ -79,7 +79,7 @@ def checked(notebook: Path,   # a stage notebook
 
 # %% ../../nbs/experiments/00_stages.ipynb #7362609a
 def seen(notebook: Path) -> dict: # an executed notebook -> name -> value
-    "The parameters that were injected behind the parameters cell and executed; empty if none were."
+    "The parameters that were injected after the parameters cell and executed; empty if none were."
     cells = read_json(notebook)["cells"]
     tags = [cell["metadata"].get("tags", []) for cell in cells]
     for before, here, cell in zip(tags, tags[1:], cells[1:]):
@@ -146,7 +146,7 @@ class Hiding:
     def pretty_path(self, path: str) -> str: return path
 
 class Draft(Hiding):
-    "The notebook while it runs. A kernel between two cells ignores signals, so no cell begins once one has come."
+    "The notebook while it runs. Between two cells a kernel ignores signals, so no cell starts once one has arrived."
     def __init__(self, secrets: list, draft: Path, signals: list):
         super().__init__(secrets, draft=draft)
         self.signals, self.begun = signals, 0
@@ -163,7 +163,7 @@ class Draft(Hiding):
 
 # %% ../../nbs/experiments/00_stages.ipynb #0ef4613e
 def finished(folder: Path, stage: str) -> bytes: # its content; empty where nothing is finished
-    "The file in which a finished stage says so, manifest or `summary.json`, where its notebook ran to the end too."
+    "The manifest or `summary.json` that marks a stage as finished, provided that its notebook ran to the end too."
     path = Path(folder)/("summary.json" if stage == "evaluate" else "run.json")
     if not path.is_file(): return b""
     record = read_json(path)

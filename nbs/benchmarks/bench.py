@@ -2,7 +2,7 @@
 
 The notebooks beside this file call `run_bench`. First it is checked that all ways do the same work: the same token ids,
 the same loss and gradient, the same vectors. Rows are appended as they come, one for each case and way, with machine,
-versions and code, so that a run that is stopped was not for nothing.
+versions and code, so that a stopped run keeps what it has measured.
 
 Why a way is as fast as it is follows from four factors. With R the rate at which this machine multiplies large
 matrices, measured in the same process, and F_min the operations that a step needs at least,

@@ -3,7 +3,7 @@
 A speed is worth quoting as a ratio measured in one run, with the same machine, load and versions on both sides. Peak
 memory belongs to a process, and so do allocators, threads and compiled code: so every measurement is a function of some
 module, called by name in a fresh process. The processes are forked from a server that has imported the libraries and
-done nothing else. A machine gets slower and faster over minutes, so the ways take turns, every second round backwards;
+done nothing else. A machine's speed drifts over minutes, so the ways take turns, every second round in reverse;
 the median time is kept, and the largest peak. Times of different work cannot be compared, so a benchmark fails when the
 ways disagree.
 """

@@ -47,8 +47,8 @@ def decode_padded(lm,            # a causal language model with transformers' ow
                  ) -> Tensor:    # scalar, nats
     """The summed cross-entropy of `targets`, each written from the vector of its source.
 
-    This is algorithm 1 as one writes it first, and as the authors' code does: logits for the whole vocabulary, all at
-    once. Encoding leaves the logits out, which their code does not, so the peer is rather too fast than too slow.
+    This is algorithm 1 written the obvious way, and as the authors' code does: logits for the whole vocabulary, all at
+    once. Encoding leaves the logits out, which their code does not, so the peer is, if anything, too fast.
     """
     device = lm.get_input_embeddings().weight.device
     ids, mask = padded_rows(sources, device)

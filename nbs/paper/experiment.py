@@ -119,7 +119,7 @@ def differences_of(rows: list, claim: Claim) -> dict:  # training seed -> task -
                    for task, values in tasks.items()} for seed, tasks in better.items()}
 
 
-def by_queries(differences: dict) -> list:  # of arrays [queries], one a task
+def by_queries(differences: dict) -> list:  # of arrays [queries], one per task
     "Differences averaged over seeds."
     first = next(iter(differences.values()))
     return [np.array([fmean(tasks[task][query] for tasks in differences.values()) for query in sorted(first[task])])

@@ -1,4 +1,4 @@
-"""Makes again what hrsa.ipynb reads, in a quarter of an hour on two CPU cores.
+"""Reproduce what hrsa.ipynb reads, in a quarter of an hour on two CPU cores.
 
     python nbs/studies/hrsa_runs.py runs/hrsa nbs/results/hrsa
 
