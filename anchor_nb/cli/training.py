@@ -96,7 +96,7 @@ Slurm = option(list[str], "an option of sbatch, such as partition=gpu or time=12
                           "--slurm", metavar="NAME=VALUE")
 
 def outcome(found: dict, dry_run: bool) -> list: # of lines; found: from `run_sweep`
-    "What has come of a sweep."
+    "The outcome of a sweep."
     if dry_run: return [f"{found['done']} done, {found['waiting']} to run"]
     failed = [f"{name} failed: {reason}" for name, reason in found["failed"].items()]
     counts = f"{found['done']} done, {len(failed)} failed, {found['skipped']} skipped"

@@ -15,7 +15,7 @@ from .settings import GROUPS, check_names, coerce, default, grouped
 
 # %% ../../nbs/core/02_presets.ipynb #6d99ee7b
 def preset_folder() -> Path:
-    "Where the presets are, in a checkout and in an installed package alike."
+    "The folder of presets, in a checkout or in an installed package."
     return Path(str(files("anchor_nb")/"presets"))
 
 # %% ../../nbs/core/02_presets.ipynb #7cf7c9db
@@ -39,7 +39,7 @@ def preset(name: str,  # a folder under presets
 
 # %% ../../nbs/core/02_presets.ipynb #0e22a28a
 def methods() -> dict: # preset name -> dict of about, source, stages, differs
-    "The presets that are a published method, with their cards."
+    "The presets that reproduce a published method, with their cards."
     import yaml
     return {path.parent.name: yaml.safe_load(path.read_text(encoding="utf-8"))
             for path in sorted(preset_folder().glob("*/about.yaml"))}
@@ -59,7 +59,7 @@ def parameters_cell(cls: type, # a recipe
 # %% ../../nbs/core/02_presets.ipynb #4e1491d3
 def write_parameters(notebook: Path, # a stage notebook, named after its recipe
                     ) -> bool:       # did it change?
-    "Regenerate the cell tagged `parameters` from the recipe; ValueError when there is not exactly one."
+    "Regenerate the cell tagged `parameters` from the recipe; ValueError unless there is exactly one."
     content = json.loads(Path(notebook).read_text(encoding="utf-8"))
     tagged = [cell for cell in content["cells"] if "parameters" in cell["metadata"].get("tags", [])]
     if len(tagged) != 1:

@@ -20,18 +20,18 @@ def running_shell(): # -> IPython's shell, or None
 KINDS = ("bar", "lines", "off")
 
 def is_watched() -> bool:
-    "Whether a person runs this cell in a notebook: somebody who could answer `input()`."
+    "Whether a person is running this cell in a notebook and could answer `input()`."
     kernel = getattr(running_shell(), "kernel", None)
     return bool(kernel and (kernel.get_parent() or {}).get("content", {}).get("allow_stdin"))
 
 def terminal_width() -> int: # in characters
-    "The width of the terminal that stderr goes to; 0 where it goes elsewhere, or the width is not known."
+    "The width of the terminal that stderr goes to; 0 if stderr goes elsewhere or the width is unknown."
     try: return os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError, AttributeError): return 0
 
 # %% ../../nbs/core/06_progress.ipynb #11b55533
 def kind() -> str: # one of `KINDS`
-    "How progress is shown here; ValueError when `ANCHOR_NB_PROGRESS` is none of `KINDS`."
+    "How progress is shown here; ValueError if `ANCHOR_NB_PROGRESS` is not one of `KINDS`."
     asked, rank = os.environ.get("ANCHOR_NB_PROGRESS", ""), os.environ.get("RANK", "")
     if asked and asked not in KINDS:
         raise ValueError(f"the environment variable ANCHOR_NB_PROGRESS is {asked!r}; set it to {', '.join(KINDS)}, or "
@@ -47,15 +47,15 @@ class Bar(Auto):
     monitor_interval = 0
 
 class Lines(tqdm):
-    "tqdm for a log: whole lines, few of them."
+    "tqdm for a log: a few whole lines."
     monitor_interval = 0
 
-    def __init__(self, *args, every: float = 10, **how): # every: seconds between two lines
+    def __init__(self, *args, every: float = 10, **how): # every: seconds between lines
         # gui: tqdm itself writes nothing
         super().__init__(*args, **dict(bar_format=LINE) | how | dict(gui=True, mininterval=every, miniters=1))
 
     def display(self, msg=None, pos=None):
-        "Write a line; the next is due after `every` seconds, or after 1/60 of the time gone, a minute at most."
+        "Write a line; the next is due after `every` seconds or 1/60 of the elapsed time, at most a minute."
         facts = self.format_dict
         self.mininterval = max(self.mininterval, min(60, facts["elapsed"]/60))
         print(self.format_meter(**facts), file=self.fp, flush=True)
@@ -67,11 +67,11 @@ class Lines(tqdm):
         self.display()
 
 # %% ../../nbs/core/06_progress.ipynb #f3b7984d
-def progress(items=None,           # what to go through; None: the caller calls `update`
-             desc: str = "",       # what is going on
+def progress(items=None,           # what to iterate over; None: the caller calls `update`
+             desc: str = "",       # shown in front of the bar
              total: int = None,    # number of `unit`s; None: the length of `items`, or unknown
-             unit: str = " steps", # with a space in front
-             initial: int = 0,     # how many were done before
+             unit: str = " steps", # with a leading space
+             initial: int = 0,     # how many are already done
              disable: bool = False, # draw nothing
             ): # -> a tqdm bar: iterate over it, or `update()` it; `set_postfix_str`, `close`, `with`
     "A progress bar that fits whoever is watching: a bar, lines, or nothing."

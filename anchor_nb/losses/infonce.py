@@ -50,7 +50,7 @@ def false_negatives(query_keys: Tensor,     # [queries]
                     owner_keys: Tensor,     # [candidates] key of the query it is the positive of; -1 for hard negatives
                     positives: Tensor,      # [queries] index of each query's positive
                    ) -> Tensor:             # [queries, candidates] bool
-    "Candidates that are no negatives: the positive's text elsewhere, or a positive of the same query."
+    "Candidates that are not negatives: a copy of the positive's text, or a positive of the same query."
     same_text = candidate_keys[positives][:, None] == candidate_keys[None]
     same_query = query_keys[:, None] == owner_keys[None]
     return (same_text | same_query).scatter(1, positives[:, None], False)
@@ -115,7 +115,7 @@ def all_ranks(texts: Tensor, text_keys: Tensor, # [n, hidden] and [n]
 
 # %% ../../nbs/losses/04_infonce.ipynb #4766de79
 def to_documents(embeddings: Tensor, batch: ContrastiveBatch) -> View:
-    "Queries look for their positives among the documents of all ranks: equation 6."
+    "Queries must find their positives among the documents of all ranks: equation 6."
     n = batch.queries
     return all_ranks(embeddings[:n], batch.keys[:n], embeddings[n:], batch.keys[n:], batch.owners, batch.size)
 
@@ -145,7 +145,7 @@ def cached_step(embed,       # a `Packed` piece -> its embeddings: the (wrapped)
                 backward,    # loss -> None, called once per piece
                 sync,        # is it the last piece? -> the context its forward and backward run in
                ) -> tuple:   # (loss, facts)
-    "One step in pieces, with the gradient of the whole."
+    "One step in micro-batches, with the gradient of the whole batch."
     device, states, parts = order.device, [], []
     with sync(len(pieces) == 1): first = embed(pieces[0])
     with torch.no_grad():

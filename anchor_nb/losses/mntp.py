@@ -24,7 +24,7 @@ class Masked(NamedTuple):
 
 # %% ../../nbs/losses/02_mntp.ipynb #e7b55511
 def generator_of(seed: int, step: int, ids: list) -> np.random.Generator:
-    "Random numbers that belong to a text in a step of a run."
+    "A random generator determined by run, step and text."
     digest = hashlib.blake2b(repr((seed, step, ids)).encode(), digest_size=16).digest()
     return np.random.default_rng(int.from_bytes(digest, "little"))
 
@@ -35,7 +35,7 @@ def mask_text(text,            # `prompts.Tokens`
               vocabulary: int, # random tokens are drawn from this many
               fraction: float = 0.2,      # LLM2Vec: 0.2; 0.8 for Mistral
              ) -> Masked:
-    "Mask a part of a text's content: one token at least, if there is one that another token precedes."
+    "Mask part of a text's content: at least one token, if any token there has a predecessor."
     allowed = np.arange(max(text.start, 1), text.stop)
     if not len(allowed): return Masked(text.ids, [], [])
     chosen = allowed[random.random(len(allowed)) < fraction]

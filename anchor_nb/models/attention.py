@@ -21,7 +21,7 @@ def packed_sdpa(module: nn.Module,    # the attention layer that calls
                 attention_mask=None,  # not used: nothing is padded
                 scaling: float | None = None, dropout: float = 0.0,
                 packed: Packed | None = None, where: Tensor | None = None, # the batch and `slots(packed)`
-                visible: Tensor | None = None, # [tokens] bool: keys that may be looked at, None for all
+                visible: Tensor | None = None, # [tokens] bool: keys that may be attended to, None for all
                 **kwargs,
                ) -> tuple:            # ([1, tokens, heads, head size], None)
     "Attention within each text of a packed row; registered with transformers as `packed_sdpa`."
@@ -33,7 +33,7 @@ def packed_sdpa(module: nn.Module,    # the attention layer that calls
     return collect(out.transpose(1, 2), where)[None], None
 
 def shared_heads(query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor: # [texts, heads, longest, head size]
-    "PyTorch's attention where several heads may share keys and values."
+    "PyTorch's attention, with grouped-query heads."
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda: key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1], **how)
@@ -41,7 +41,7 @@ def shared_heads(query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor: # 
 # %% ../../nbs/models/01_attention.ipynb #798eee87
 def row_mask(packed: Packed, where: Tensor, visible: Tensor | None,
              causal: bool) -> Tensor: # [texts, 1, longest or 1, longest] bool
-    "True where a query may look at a key."
+    "True where a query may attend to a key."
     keys = torch.ones_like(packed.positions, dtype=torch.bool) if visible is None else visible
     rows = spread(keys, packed, where)[:, None, None, :]
     if not causal: return rows
@@ -49,12 +49,12 @@ def row_mask(packed: Packed, where: Tensor, visible: Tensor | None,
 
 # %% ../../nbs/models/01_attention.ipynb #774b7a94
 def is_causal(config) -> bool:
-    "Whether a model's attention looks back only; `is_causal` in its config.json, true where unsaid."
+    "Whether a model's attention is causal: `is_causal` in its config.json, true if absent."
     return getattr(config, "is_causal", None) is not False
 
 # %% ../../nbs/models/01_attention.ipynb #1817b86a
 def looks_back(module: nn.Module, kwargs: dict) -> bool:
-    "Whether this call is causal: what it says, else what the model's configuration says."
+    "Whether this call is causal: its own argument, else the model's configuration."
     return is_causal(module.config) if kwargs.get("is_causal") is None else kwargs["is_causal"]
 
 # %% ../../nbs/models/01_attention.ipynb #6475b6bb
@@ -94,7 +94,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: i
 
 # %% ../../nbs/models/01_attention.ipynb #4d88d3d3
 def register_attention():
-    "Make both known to transformers."
+    "Register both with transformers."
     from transformers import AttentionInterface
     AttentionInterface.register("packed_sdpa", packed_sdpa)
     AttentionInterface.register("packed_varlen", packed_varlen)
@@ -111,7 +111,7 @@ def attention_inputs(implementation: str, packed: Packed,
 
 # %% ../../nbs/models/01_attention.ipynb #70431b0f
 def on_gpu() -> bool:
-    "Whether there is a GPU to use; ACCELERATE_USE_CPU=1 says no, as it does to accelerate."
+    "Whether there is a GPU to use; ACCELERATE_USE_CPU=1 disables it, as it does for accelerate."
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true", "yes",
                                                                                                   "on")
 
@@ -129,7 +129,7 @@ def wants_autocast(precision: str = "auto") -> bool:
 
 # %% ../../nbs/models/01_attention.ipynb #d1e84d13
 def installed_flash() -> list: # newest first
-    "The FlashAttention packages that are installed and fit the GPU."
+    "The installed FlashAttention packages that support the GPU."
     from transformers import utils
     generation = torch.cuda.get_device_capability()[0] if on_gpu() else 0
     fits = {4: generation >= 9, 3: generation == 9, 2: generation >= 8}
@@ -137,7 +137,7 @@ def installed_flash() -> list: # newest first
                                                                                  f"is_flash_attn_{n}_available")()]
 
 def has_varlen() -> bool:
-    "Whether PyTorch's own kernel is there, in the form used here (since 2.12), and fits the GPU."
+    "Whether PyTorch's own kernel is available in the form used here (since 2.12) and supports the GPU."
     if torch.cuda.get_device_capability()[0] < 8 or not find_spec("torch.nn.attention.varlen"): return False
     from torch.nn.attention.varlen import varlen_attn
     return {"scale", "window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)
@@ -153,7 +153,7 @@ def usable_attention(precision: str = "auto",
 
 def choose_attention(attention: str = "auto", precision: str = "auto",
                      masks: bool = False) -> str: # masks: as for `usable_attention`; -> what transformers is told
-    "The attention implementation to use; ValueError where the one asked for cannot run."
+    "The attention implementation to use; ValueError if the requested one cannot run."
     usable = usable_attention(precision, masks)
     if attention == "auto": return usable[0]
     if attention in usable: return attention

@@ -23,11 +23,11 @@ from .last_layer import is_short, shorten_last_layer
 def run_packed(trunk: nn.Module,    # the decoder without its head
                packed: Packed,
                embeddings: Tensor | None = None, # [tokens, hidden] instead of looking up `packed.ids`
-               visible: Tensor | None = None,    # [tokens] bool, keys that may be looked at
+               visible: Tensor | None = None,    # [tokens] bool, keys that may be attended to
                only_last: bool = False,          # only the state of each text's last token
-               causal: bool | None = None,       # look back only, or both ways, in this call; None: as the model does
+               causal: bool | None = None,       # causal or bidirectional attention in this call; None: the model's own
               ) -> Tensor:          # [tokens, hidden], or [texts, hidden]
-    "Final hidden states of a packed batch; ValueError when keys are hidden from a kernel that cannot."
+    "Final hidden states of a packed batch; ValueError when the kernel cannot hide keys."
     entry = dict(inputs_embeds=embeddings[None]) if embeddings is not None else dict(input_ids=packed.ids[None])
     how = attention_inputs(trunk.config._attn_implementation, packed, visible)
     short = only_last and visible is None and is_short(trunk) # the short last layer sees all keys
@@ -37,10 +37,10 @@ def run_packed(trunk: nn.Module,    # the decoder without its head
     return states.index_select(0, packed.last) if only_last and not short else states
 
 # %% ../../nbs/models/03_backbone.ipynb #19f74b1a
-PROBE = [[7, 8, 9, 10, 11, 12], [3, 4, 5, 6], [3, 4, 5, 7]] # a longer text, and two that differ at their end
+PROBE = [[7, 8, 9, 10, 11, 12], [3, 4, 5, 6], [3, 4, 5, 7]] # a longer text, and two that differ in their last token
 
 @torch.no_grad()
-def what_it_sees(model) -> tuple: # (of later tokens, of other texts): the largest effect on a state, relative to states
+def what_it_sees(model) -> tuple: # (of later tokens, of other texts): the largest relative effect on a state
     "How far the states of a loaded model depend on later tokens, and on other texts or padding."
     device, before, training = next(model.parameters()).device, model.config._attn_implementation, model.training
     model.eval().set_attn_implementation("packed_sdpa")
@@ -51,7 +51,7 @@ def what_it_sees(model) -> tuple: # (of later tokens, of other texts): the large
                                                                                       one - alone))
 
 def check_attention(model):
-    "ValueError when a model sees what it must not, or not what it is said to see."
+    "ValueError when a model attends to more or less than its configuration says."
     if any(p.is_meta for p in model.parameters()): return
     behind, outside = what_it_sees(model)
     if not math.isfinite(outside):
@@ -73,7 +73,7 @@ def check_attention(model):
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 
 def keep_freed_memory() -> bool: # was it done?
-    "Let the process keep freed memory for its next allocation, where the C library can be told to."
+    "Let the process keep freed memory for its next allocation, if the C library supports it."
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ): return False
     try: tell = ctypes.CDLL(None).mallopt
     except AttributeError: return False # musl has none
@@ -94,14 +94,14 @@ def check_causal(folder: str):
 
 # %% ../../nbs/models/03_backbone.ipynb #0b9d0c0c
 def quiet_bars():
-    "Turn off the progress bars of transformers where there is no terminal."
+    "Turn off transformers' progress bars when there is no terminal."
     import sys
     from transformers.utils import logging
     if not sys.stderr.isatty(): logging.disable_progress_bar()
 
 # %% ../../nbs/models/03_backbone.ipynb #16cccf3a
 def checkpoint_activations(model):
-    "Turn on gradient checkpointing: each decoder layer runs again in the backward pass."
+    "Turn on gradient checkpointing: each decoder layer is recomputed in the backward pass."
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(dict(use_reentrant=False))
 
@@ -124,7 +124,7 @@ def tensors_only(folder):
 # %% ../../nbs/models/03_backbone.ipynb #4c930652
 @torch.no_grad()
 def grow_vocabulary(model, size: int): # tokens that the tokenizer knows
-    "Give a model as many embeddings as there are tokens; nothing changes where there are enough."
+    "Grow the embedding matrix to the number of tokens; nothing changes if it is large enough."
     before = model.get_input_embeddings().weight.shape[0]
     if size <= before: return
     with torch.random.fork_rng(devices=[]): model.resize_token_embeddings(size, mean_resizing=False)
@@ -137,20 +137,20 @@ def grow_vocabulary(model, size: int): # tokens that the tokenizer knows
 
 # %% ../../nbs/models/03_backbone.ipynb #f213590b
 def set_causality(model, bidirectional: bool | None):
-    "Write into a model's configuration whether attention is causal; by default, encoders' is not."
+    "Record in a model's configuration whether attention is causal; by default, encoders' is not."
     encoder = any(getattr(layer, "is_causal", None) is False for layer in model.modules())
     if bidirectional is None and getattr(model.config, "is_causal", None) is None and encoder: bidirectional = True
     if bidirectional is not None: model.config.is_causal = not bidirectional
 
-def model_class(folder: str, head: bool): # head: must it have one?
-    "The class of transformers that loads a folder or hub id: with the language-model head where there is one."
+def model_class(folder: str, head: bool): # head: whether it must have one
+    "The transformers class that loads a folder or hub id, with the language-model head if there is one."
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     with_head = head or has_head(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     return AutoModelForCausalLM if with_head else AutoModel
 
 # %% ../../nbs/models/03_backbone.ipynb #8ea3efc3
 def looks_both_ways(folder: str, bidirectional: bool | None = None) -> bool: # bidirectional: as for `load_backbone`
-    "Whether a model loaded from there will be bidirectional; reads no weights."
+    "Whether a model loaded from this folder will be bidirectional; reads no weights."
     from transformers import AutoConfig
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"): model = model_class(folder, head=False).from_config(config)
@@ -160,7 +160,7 @@ def looks_both_ways(folder: str, bidirectional: bool | None = None) -> bool: # b
 # %% ../../nbs/models/03_backbone.ipynb #09f42163
 @contextmanager
 def takes_attention(folder):
-    "A context for building a model; ValueError, in our words, when its class has attention of its own."
+    "A context for building a model; ValueError, in our wording, when its class has custom attention."
     try: yield
     except ValueError as error:
         if "does not support an attention implementation" not in str(error):
@@ -174,11 +174,11 @@ def load_backbone(folder: str,                 # folder or hub id
                   attention: str = "auto",     # what `choose_attention` says; auto: let it choose
                   precision: str = "auto",     # see `weight_dtype`
                   checkpointing: bool = False, # gradient checkpointing
-                  bidirectional: bool | None = None, # see the whole text; None: what its configuration says
+                  bidirectional: bool | None = None, # attention over the whole text; None: as configured
                   head: bool = True,           # refuse a model without a language-model head
                   vocabulary: int = 0,         # tokens that the tokenizer knows; 0: as many as the model has
                  ):                            # -> a transformers causal language model
-    "Load a language model for packed batches; ValueError when it has no head, lacks weights, or sees what it must not."
+    "Load a language model for packed batches; ValueError if it lacks a head or weights, or its attention is wrong."
     if head: check_causal(folder)
     register_attention()
     quiet_bars()
@@ -202,7 +202,7 @@ def load_backbone(folder: str,                 # folder or hub id
 
 # %% ../../nbs/models/03_backbone.ipynb #e72e15e8
 def check_head(model): # -> the head's weight, [vocabulary, hidden]
-    "The weight of a plain linear head; ValueError when the logits are something else."
+    "The weight of a plain linear head; ValueError when the logits are not its product with the states."
     weight = model.get_output_embeddings().weight
     before = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
@@ -230,7 +230,7 @@ def add_lora(model,               # a causal language model
                                             or None))
 
 def language_model(model):
-    "The causal language model inside, whether or not there are adapters on it."
+    "The causal language model itself, with or without adapters."
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 def trunk_of(model) -> nn.Module:
@@ -239,7 +239,7 @@ def trunk_of(model) -> nn.Module:
 
 # %% ../../nbs/models/03_backbone.ipynb #344634c7
 def attach_adapter(model, folder): # -> the model with the adapter merged into its weights
-    "Load a peft adapter and merge it; ValueError when its weights are not those that the model takes."
+    "Load a peft adapter and merge it; ValueError when its weights do not fit the model."
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
     with tensors_only(folder):
         config, names = PeftConfig.from_pretrained(str(folder)), [name.removeprefix("base_model.model.")
@@ -264,7 +264,7 @@ def attach_adapter(model, folder): # -> the model with the adapter merged into i
 
 # %% ../../nbs/models/03_backbone.ipynb #324aca54
 def merge_adapters(model): # -> the plain language model
-    "Add trained adapters to the weights they sit on; in place, when training is over."
+    "Merge trained adapters into their base weights, in place, after training."
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 # %% ../../nbs/models/03_backbone.ipynb #efd9f7e0

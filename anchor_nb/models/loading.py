@@ -14,7 +14,7 @@ from ..data.prompts import LAYOUT_FILE, Layout, chat_parts, resolve_layout
 
 # %% ../../nbs/models/06_loading.ipynb #714239c8
 def layout_of_tokenizer(tokenizer, **settings) -> Layout:
-    "The layout in which a tokenizer writes a text by itself."
+    "The layout that a tokenizer applies to a text by default."
     ids = tokenizer("x")["input_ids"]
     special = [token in tokenizer.all_special_ids for token in ids]
     first, last = special.index(False), len(ids) - special[::-1].index(False)
@@ -25,9 +25,9 @@ def layout_of_tokenizer(tokenizer, **settings) -> Layout:
 LLM2VEC_POOLINGS = {"mean": "rest_mean", "weighted_mean": "rest_weighted_mean", "eos_token": "eos",
                     "last_token": "last", "bos_token": "first"}
 
-def read_llm2vec(folder: Path, base: str, # what the adapter sits on, whose name decides about the template
+def read_llm2vec(folder: Path, base: str, # the adapter's base, whose name decides the template
                  tokenizer, bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
-    "What LLM2Vec would do with a folder; ValueError when nothing says whether the model is causal."
+    "How LLM2Vec would use a folder; ValueError when nothing says whether the model is causal."
     path = folder/"llm2vec_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     mode = said.get("pooling_mode", "mean")
@@ -53,13 +53,13 @@ GRITLM = {"gritlm": ("<|user|>\n{instruction}\n<|embed|>\n{text}", "<|embed|>\n{
 
 def read_gritlm(kind: str, # gritlm or gritlm-re
                 tokenizer, bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
-    "What GritLM or gritlm-re would do with a model: bidirectional mean over the text behind the instruction."
+    "How GritLM or gritlm-re would use a model: bidirectional mean over the text after the instruction."
     query, document = GRITLM[kind]
     layout = layout_of_tokenizer(tokenizer, instruction_format=query, document_format=document, pool_bos=True)
     return dict(layout=asdict(layout), pooling="rest_mean", bidirectional=bidirectional is not False)
 
 # %% ../../nbs/models/06_loading.ipynb #c26d88f2
-# instruction_format of a checkpoint that knows prompts and joins no instructions
+# instruction_format of a checkpoint that has prompts but does not join instructions
 WHOLE_BEGINNING = "{instruction}{text}"
 
 # %% ../../nbs/models/06_loading.ipynb #03dac3e7
@@ -67,7 +67,7 @@ ST_POOLINGS = {"cls": "first", "cls_token": "first", "mean": "mean", "mean_token
                "weightedmean": "weighted_mean", "weightedmean_tokens": "weighted_mean", "lasttoken": "eos"}
 
 def st_modules(folder: Path) -> dict: # kind -> its folder
-    "The parts of a sentence-transformers folder; ValueError for parts that we have not."
+    "The modules of a sentence-transformers folder; ValueError for unsupported ones."
     found = {part["type"].rpartition(".")[2]: folder/part["path"] for part in json_or_empty(folder/"modules.json")}
     if not {"Transformer", "Pooling"} <= set(found):
         raise ValueError(f"{folder}/modules.json is missing or names no Transformer and Pooling, so this is no folder "
@@ -78,13 +78,13 @@ def st_modules(folder: Path) -> dict: # kind -> its folder
     return found
 
 # %% ../../nbs/models/06_loading.ipynb #913541f6
-def json_or_empty(path: Path) -> dict: # {} where there is no such file
+def json_or_empty(path: Path) -> dict: # {} if there is no such file
     "A JSON file that may be missing."
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 # %% ../../nbs/models/06_loading.ipynb #934f9dd6
 def st_pooling(folder: Path, settings: dict) -> tuple: # (pooling, are prompts pooled?)
-    "The pooling that `1_Pooling/config.json` asks for; ValueError for one that we have not."
+    "The pooling that `1_Pooling/config.json` asks for; ValueError for an unsupported one."
     old = [name.removeprefix("pooling_mode_") for name, on in settings.items() if name.startswith("pooling_mode_")
            and on is True]
     modes, prompts = settings.get("pooling_mode") or old or "mean", settings.get("include_prompt", True)
@@ -100,7 +100,7 @@ def st_pooling(folder: Path, settings: dict) -> tuple: # (pooling, are prompts p
 # %% ../../nbs/models/06_loading.ipynb #90c44791
 def read_sentence_transformers(folder: Path, tokenizer,
                                bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
-    "What sentence-transformers would do with a folder; whether attention is causal is in the model's configuration."
+    "How sentence-transformers would use a folder; whether attention is causal is in the model's configuration."
     parts, about = st_modules(folder), json_or_empty(folder/"config_sentence_transformers.json")
     pooling, prompts_count = st_pooling(parts["Pooling"], json_or_empty(parts["Pooling"]/"config.json"))
     longest = (json_or_empty(parts["Transformer"]/"sentence_bert_config.json").get("max_seq_length")
@@ -122,7 +122,7 @@ def read_sentence_transformers(folder: Path, tokenizer,
 KINDS = ("anchor_nb", "llm2vec", "gritlm", "gritlm-re", "sentence-transformers", "plain")
 
 def kind_of(folder: Path) -> str: # one of `KINDS`
-    "Which library wrote a folder, as far as its files tell."
+    "Which library wrote a folder, judging by its files."
     if (folder/LAYOUT_FILE).is_file(): return "anchor_nb"
     if (folder/"modules.json").is_file(): return "sentence-transformers"
     code = json.dumps(json_or_empty(folder/"config.json").get("auto_map", {})).lower()
@@ -137,7 +137,7 @@ def read_facts(folder: str,         # model folder or hub id
                bidirectional: bool | None = None, # what the user says; None: what the folder or its library says
                base: str = "",      # the name of the base, for LLM2Vec
               ) -> dict:            # layout, pooling, bidirectional, normalize, prompts, as in `anchor_nb.json`
-    "What a checkpoint says of itself, in our words; ValueError for an unknown kind, or for what cannot be translated."
+    "What a checkpoint records, in our format; ValueError for an unknown kind or an unsupported setting."
     folder = Path(folder)
     kind = kind or kind_of(folder)
     if kind not in KINDS:

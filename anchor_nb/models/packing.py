@@ -16,7 +16,7 @@ from torch import Tensor
 class Packed(NamedTuple):
     "Texts of different lengths in one row of tokens."
     ids: Tensor        # [tokens] token ids
-    positions: Tensor  # [tokens] place of each token in its own text
+    positions: Tensor  # [tokens] position of each token in its own text
     starts: Tensor     # [texts + 1] int32, where each text begins; the last entry is the number of tokens
     longest: int       # tokens of the longest text
     # [texts, 3] in each text: where the content begins, where it ends, where the pooling tokens begin
@@ -33,7 +33,7 @@ class Packed(NamedTuple):
         return self.starts.diff().long()
 
     def to(self, device) -> "Packed":
-        "The same batch on a device; to a GPU it travels while the GPU computes."
+        "The same batch on a device; the copy to a GPU is asynchronous."
         pinned = torch.device(device).type == "cuda"
         move = lambda part: part.pin_memory().to(device,
                                                  non_blocking=True) if pinned and not part.is_cuda else part.to(device)
@@ -42,7 +42,7 @@ class Packed(NamedTuple):
 # %% ../../nbs/models/00_packing.ipynb #0891e9cf
 def pack(sequences: list, # of lists of token ids, none empty
         ) -> Packed:
-    "Put token sequences one behind the other; ValueError for an empty one."
+    "Concatenate token sequences; ValueError for an empty one."
     lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
     if not len(sequences) or not lengths.all():
         raise ValueError("a packed batch needs at least one text, and a token in each")
@@ -52,19 +52,19 @@ def pack(sequences: list, # of lists of token ids, none empty
     return Packed(ids, positions, torch.from_numpy(starts.astype(np.int32)), int(lengths.max()))
 
 def flat(lists: list, count: int, dtype=np.int64) -> Tensor: # [count]
-    "Python lists, one behind the other, as a tensor; much faster than by way of one long list."
+    "Python lists concatenated into a tensor; much faster than through one long list."
     return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype, count))
 
 # %% ../../nbs/models/00_packing.ipynb #132069e8
-def slots(packed: Packed) -> Tensor: # [tokens] index into the padded rows, seen as one long row
-    "Where each token goes when texts become right-padded rows."
+def slots(packed: Packed) -> Tensor: # [tokens] index into the flattened padded rows
+    "The index of each token when texts become right-padded rows."
     text = torch.arange(len(packed.starts) - 1, device=packed.starts.device)
     return text.repeat_interleave(packed.lengths, output_size=len(packed.positions))*packed.longest + packed.positions
 
 def spread(states: Tensor,  # [tokens, ...]
            packed: Packed,
            where: Tensor,   # `slots(packed)`
-          ) -> Tensor:      # [texts, longest, ...], zeros behind each text
+          ) -> Tensor:      # [texts, longest, ...], zeros after each text
     "Packed states as right-padded rows."
     texts = len(packed.starts) - 1
     rows = states.new_zeros(texts*packed.longest, *states.shape[1:]).index_copy(0, where, states)
@@ -78,10 +78,10 @@ def collect(rows: Tensor,  # [texts, longest, ...]
 
 # %% ../../nbs/models/00_packing.ipynb #6f1a1586
 def cut_by_tokens(lengths: list,     # tokens of each example
-                  budget: int,       # tokens of a piece; one longer example gets a piece of its own
-                  at_least: int = 1, # pieces to make at least, while there are examples
+                  budget: int,       # tokens of a micro-batch; a longer example gets its own
+                  at_least: int = 1, # minimum number of micro-batches, if there are enough examples
                  ) -> list:          # of lists of example numbers
-    "Cut examples into pieces of at most `budget` tokens, longest examples first."
+    "Split examples into micro-batches of at most `budget` tokens, longest examples first."
     pieces, room = [], 0
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         if not pieces or lengths[number] > room: pieces, room = [*pieces, []], budget

@@ -30,7 +30,7 @@ def notebook_defaults(cls: type, # a recipe
 def own_defaults(stage: str,  # its name
                  given: dict, # parameters that somebody has set
                 ) -> dict:    # field -> value
-    "The recipe's defaults, the paper's, where training or mining is given data; else nothing: the smoke run's hold."
+    "The recipe's (the paper's) defaults if training or mining is given data; else nothing, so the smoke values hold."
     if stage not in ("stage1", "stage2", "mine") or "data" not in given: return {}
     return {f.name: default(f) for f in fields(RECIPES[stage])}
 
@@ -52,7 +52,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat()
 
 def new_manifest(recipe, data: dict) -> dict:
-    "All that is known about a run when it starts."
+    "Everything known about a run at its start."
     here = getattr(recipe, "processes", 1) or max(1, len(gpu_names()))
     processes = int(os.environ.get("WORLD_SIZE", 0)) or here*int(os.environ.get("NNODES") or 1)
     return without_secrets(dict(
@@ -65,7 +65,7 @@ def new_manifest(recipe, data: dict) -> dict:
 
 # %% ../../nbs/runs/06_manifest.ipynb #5c21fbb5
 def other_settings(manifest: dict, recipe) -> list: # sentences
-    "How a run on disk differs from the one that is asked for, before any content is read: in settings and code."
+    "How a run on disk differs from the requested one in settings and code; reads no content."
     stage, here, known = type(recipe).__name__.lower(), settings_of(recipe), as_dict(recipe)
     if manifest["stage"] != stage: return [f"it is a {manifest['stage']} run, not {stage}"]
     there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
@@ -77,7 +77,7 @@ def other_settings(manifest: dict, recipe) -> list: # sentences
                     for part, number in engine_of(stage).items() if made.get(part) != number]
 
 def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty when it is the same run
-    "How a run on disk differs from the one that is asked for."
+    "How a run on disk differs from the requested one."
     if found := other_settings(manifest, recipe): return found
     old = {path: facts["sha256"] for path, facts in manifest["data"].items()}
     new = {path: facts["sha256"] for path, facts in (data or {}).items()}
@@ -97,7 +97,7 @@ def read_manifest(out: Path, # a run folder
     return read_json(path)
 
 # %% ../../nbs/runs/06_manifest.ipynb #1693769f
-STOPPED = ("Stopped", "KeyboardInterrupt") # errors of a cell that was told to stop
+STOPPED = ("Stopped", "KeyboardInterrupt") # errors of a cell that was stopped on request
 
 # %% ../../nbs/runs/06_manifest.ipynb #fe753fd0
 def reason_of(error: Exception, signals: list = ()) -> str: # signals: that came meanwhile
@@ -119,7 +119,7 @@ def record_failures(out: Path, stage: str):
     "In IPython: record the failure of each cell until the run of this stage in this folder is no longer running."
     if not (shell := running_shell()): return
     since = now()
-    def look(result): # what IPython says of a cell that has ended
+    def look(result): # IPython's result for a finished cell
         error = result.error_before_exec or result.error_in_exec
         if not (Path(out)/"run.json").exists() or read_manifest(out)["status"] != "running" or error:
             shell.events.unregister("post_run_cell", look)
@@ -175,7 +175,7 @@ def fail_run(out: Path,      # a run folder, or any other
              since: str = "", # when it was started: a manifest that was not touched since belongs to somebody else
              status: str = "failed", # or stopped
             ):
-    "Record in its manifest that a run failed, or that a complete run's `notebook` did. Without such a run: nothing."
+    "Record in its manifest that a run failed, or that a complete run's `notebook` did; does nothing without a run."
     if not (Path(out)/"run.json").exists(): return
     manifest = read_manifest(out)
     if manifest["stage"] != stage or manifest["starts"][-1] < since: return

@@ -14,11 +14,11 @@ from .. import __version__
 
 # %% ../../nbs/runs/04_provenance.ipynb #d9913771
 def package_folder() -> Path:
-    "Where this package lies."
+    "The folder of this package."
     return Path(str(files("anchor_nb")))
 
 # %% ../../nbs/runs/04_provenance.ipynb #9cdf1b15
-def git(*arguments: str) -> str: # output, or "" where git does not know this package
+def git(*arguments: str) -> str: # output, or "" if git does not track this package
     "Ask git about the package's folder."
     try:
         answer = subprocess.run(["git", "-C", package_folder(), *arguments], capture_output=True, text=True, timeout=20)
@@ -79,7 +79,7 @@ def file_facts(path: Path, # any file
 
 # %% ../../nbs/runs/04_provenance.ipynb #65d512bf
 def peak_memory() -> int: # bytes
-    "The most memory one process of this run has held: this one or a child that has ended."
+    "The peak memory of one process of this run: this one or a finished child."
     unit = 1 if sys.platform == "darwin" else 1024
     return unit*max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 

@@ -34,14 +34,14 @@ class Progress(TrainerCallback):
 
 # %% ../../nbs/training/05_callbacks.ipynb #fdb48397
 def curves(out: str, first: int): # first: steps done
-    "TensorBoard's callback; what a killed run wrote beyond its checkpoint is taken back."
+    "TensorBoard's callback; discards what a killed run logged beyond its checkpoint."
     from torch.utils.tensorboard import SummaryWriter
     from transformers.integrations import TensorBoardCallback
     return TensorBoardCallback(SummaryWriter(str(Path(out)/"tensorboard"), purge_step=first + 1))
 
 # %% ../../nbs/training/05_callbacks.ipynb #c2bc3126
 class Snapshots(TrainerCallback):
-    "Keep the adapter every so many steps."
+    "Keep the adapter at regular steps."
     def __init__(self, every: int, save, out: Path): self.every, self.save, self.out = every, save, out
 
     def on_log(self, args, state, control, model=None, logs=None, **kwargs):

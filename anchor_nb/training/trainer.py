@@ -64,7 +64,7 @@ def settings_in(recipe: Training, kind: type) -> dict: # keyword arguments of `k
 
 # %% ../../nbs/training/06_trainer.ipynb #8695a02f
 def check_use(resolved):
-    "ValueError where a model cannot be trained in this way; a warning where it was pooled in another."
+    "ValueError if a model cannot be trained this way; a warning if it was trained with another pooling."
     how, name = resolved.module, resolved.name
     if not how.bidirectional and not is_causal(resolved.config):
         raise ValueError(f"{name} was trained with bidirectional attention; set bidirectional=true")
@@ -194,7 +194,7 @@ def with_adapter(lm, how: ModuleSettings, checkpoint: Path | None, tokens: list)
 
 # %% ../../nbs/training/06_trainer.ipynb #ae33a096
 class Record:
-    "What the models of a run say of themselves in `anchor_nb.json`, besides their layout."
+    "What a run's models record in `anchor_nb.json`, besides their layout."
     def __init__(self, recipe: Training, inputs: Inputs):
         base, first = Path(inputs.name), int(os.environ.get("RANK", 0)) == 0
         self.pooling, self.bidirectional = inputs.module.pooling, inputs.module.bidirectional
