@@ -1,9 +1,10 @@
 """Run notebooks and their assertions, as `nbdev-test` does, each in a fresh fork of one warm process.
 
-    python tests/notebooks.py [NOTEBOOK or FOLDER ...]      default: all of nbs/, but for `LONG`
+    python tests/notebooks.py [--save] [NOTEBOOK or FOLDER ...]      default: all of nbs/, but for `LONG`
 
 Every notebook of a module runs, and every other one in a folder without `.notest`. As many run at once as there are
 cores, the longest first. Failures are shown with their trace, then the slowest ten; the exit status is 1 if any failed.
+`--save` keeps the outputs of those that passed, for a commit after `nbdev-clean`.
 """
 import os
 import re
@@ -16,6 +17,7 @@ import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+SAVE = [word for word in sys.argv[1:] if word == "--save"]
 RUN = """
 import os, sys
 sys.path[0] = os.path.dirname(sys.executable) # as for nbdev-test: neither its folder nor this one
@@ -24,7 +26,7 @@ from nbdev.test import test_nb
 config = get_config(sys.argv[1])
 flags = config.tst_flags.split() if isinstance(config.tst_flags, str) else config.tst_flags
 passed, _ = test_nb(sys.argv[1], skip_flags=flags, basepath=config.config_path,
-                    cell_timeout=config.cell_timeout or None)
+                    cell_timeout=config.cell_timeout or None, save="--save" in sys.argv)
 sys.exit(not passed)
 """
 
@@ -49,7 +51,7 @@ def weight(book: Path) -> int:
 def run(book: Path) -> tuple:
     "The notebook, whether it passed, its seconds, and what it said."
     began = time.monotonic()
-    done = warm.run([sys.executable, "-c", RUN, str(book)], cwd=ROOT/"nbs", stdin=warm.DEVNULL, stdout=warm.PIPE,
+    done = warm.run([sys.executable, "-c", RUN, str(book), *SAVE], cwd=ROOT/"nbs", stdin=warm.DEVNULL, stdout=warm.PIPE,
                     stderr=warm.STDOUT, text=True)
     seconds = time.monotonic() - began
     print(f"{'ok    ' if done.returncode == 0 else 'FAILED'} {seconds:6.1f} s  {book.relative_to(ROOT)}", flush=True)
@@ -74,4 +76,4 @@ def main(paths) -> int:
 
 if __name__ == "__main__":
     warm.LIBRARIES += ("nbdev.test", "execnb.shell")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main([word for word in sys.argv[1:] if word not in SAVE]))
