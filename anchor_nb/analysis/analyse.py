@@ -86,17 +86,17 @@ def name_of(data: str) -> str:
 
 def draw(settings) -> Sample: # settings: an `Analyse`
     "Texts in an order that depends on the seed alone; FileNotFoundError or ValueError for data that cannot be read."
-    found = rows_at(settings.data)
-    if not found:
+    loaded = rows_at(settings.data)
+    if not loaded:
         raise ValueError(f"{settings.data} holds no row; fill it or name another file")
-    fields, seen, sample = fields_of(row_at(*found[0]), settings.text_fields), set(), []
+    fields, seen, sample = fields_of(row_at(*loaded[0]), settings.text_fields), set(), []
     if 0 < settings.texts < len(fields):
-        raise ValueError(f"texts={settings.texts} is less than a row: {found[0][0]} has {len(fields)} texts "
+        raise ValueError(f"texts={settings.texts} is less than a row: {loaded[0][0]} has {len(fields)} texts "
                          f"({' and '.join(fields)}); raise texts, or name one field with text_fields")
-    most = min(settings.texts or len(found)*2, 200 if settings.quick else len(found)*2)//len(fields)
-    for number in permutation(len(found), "analyse", settings.seed):
+    most = min(settings.texts or len(loaded)*2, 200 if settings.quick else len(loaded)*2)//len(fields)
+    for number in permutation(len(loaded), "analyse", settings.seed):
         if len(sample) >= most: break
-        place, raw = found[number]
+        place, raw = loaded[number]
         texts = [text_of(row_at(place, raw), name, place) for name in fields]
         if settings.label and raw.get(settings.label) is None:
             raise ValueError(f"{place}: field {settings.label!r} is missing; the row has {sorted(raw)}; correct "
@@ -113,7 +113,7 @@ def names_of(paths: list) -> list: # of names, in the same order
     "Short names that tell models apart."
     parts = [[part for part in Path(path).parts if part not in ("model", "/")] or [path] for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(own[-depth:]) for own in parts]
+        names = ["/".join(segments[-depth:]) for segments in parts]
         if len(set(names)) == len(names): return names
     return [f"{name} ({letter})" for name, letter in zip(names, "ab" + "c"*len(names))]
 
@@ -158,7 +158,7 @@ def plane(vectors: dict, seed: int = 0,
 def map_of(names: list, vectors: list, sample: Sample,
            seed: int = 0) -> dict: # names, texts, sides, labels, places: name -> [[x, y], ...]
     "The maps of some models over the same texts, as plain values."
-    places = {name: np.round(plane(own, seed), 3).tolist() for name, own in zip(names, vectors)}
+    places = {name: np.round(plane(matrix, seed), 3).tolist() for name, matrix in zip(names, vectors)}
     shown = len(places[names[0]])//len(sample.fields)
     order = [(row[-1], "document") for row in sample.rows[:shown]] + [(row[0], "query") for row in sample.rows[:shown]
                                                                       if len(row) == 2]
@@ -168,9 +168,9 @@ def map_of(names: list, vectors: list, sample: Sample,
 # %% ../../nbs/analysis/04_analyse.ipynb #ffa77634
 def geometry_rows(measured: list, **common) -> list: # measured: dictionaries with label, step, numbers
     "A row a number of each checkpoint, in the ledger's format."
-    return [dict(label=one["label"], step=one["step"], metric=name, value=value, low=low, high=high, model=one["model"],
-                 manifest=one["manifest"], training_seed=one["training_seed"], **common)
-            for one in measured for name, (value, low, high) in one["numbers"].items()]
+    return [dict(label=row["label"], step=row["step"], metric=name, value=value, low=low, high=high, model=row["model"],
+                 manifest=row["manifest"], training_seed=row["training_seed"], **common)
+            for row in measured for name, (value, low, high) in row["numbers"].items()]
 
 def similarity_rows(found: dict, label: str, **common) -> list: # found: from `streaming.compare`
     "A row a measure, at the last pair of layers, with what the nulls give there."
@@ -198,13 +198,14 @@ def compared(settings, sample: Sample) -> dict: # as `streaming.compare`
 def measured(checkpoints: list, sample: Sample, settings,
              say=print) -> list: # of `Candidate` -> the geometry of each, as plain values
     "The geometry of every checkpoint's embeddings, with where it comes from."
-    found = []
-    for each in checkpoints:
-        numbers = geometry(**embeddings(each, sample, settings), k=fewer(10, sample), seed=settings.seed)
-        found.append(dict(label=each.label, step=each.step, training_seed=each.training_seed, manifest=each.manifest,
-                          model=revision(each, settings.max_length), **numbers))
-        say(f"{each.label}, step {each.step}: measured")
-    return found
+    shapes = []
+    for checkpoint in checkpoints:
+        numbers = geometry(**embeddings(checkpoint, sample, settings), k=fewer(10, sample), seed=settings.seed)
+        shapes.append(dict(label=checkpoint.label, step=checkpoint.step, training_seed=checkpoint.training_seed,
+                           manifest=checkpoint.manifest,
+                          model=revision(checkpoint, settings.max_length), **numbers))
+        say(f"{checkpoint.label}, step {checkpoint.step}: measured")
+    return shapes
 
 def fewer(k: int, sample: Sample) -> int:
     "The number of neighbours, reduced for few texts: the texts without one block must still have as many."
@@ -220,15 +221,17 @@ def analyse(settings, say=print) -> dict: # the summary
     "Everything an `Analyse` asks for, into its folder; ValueError for input that cannot be compared."
     sample, out = draw(settings), Path(settings.out)
     say(f"{len(sample.texts)} texts of {len(sample.rows)} rows ({', '.join(sample.fields)})")
-    found = compared(settings, sample)
-    final = {each.label: each for each in checkpoints_of(settings)} # the last of each label is its final model
+    comparisons = compared(settings, sample)
+    # the last of each label is its final model
+    final = {checkpoint.label: checkpoint for checkpoint in checkpoints_of(settings)}
     a, b = list(final)[:2]
     shapes = measured(checkpoints_of(settings), sample, settings, say)
     places = map_of([a, b], [embeddings(final[name], sample, settings) for name in (a, b)], sample, settings.seed)
     common = dict(task=name_of(settings.data), type="Analysis", main=False, seed=settings.seed,
                   queries=len(sample.rows), documents=len(sample.rows), data=sample.sha256[:16],
                   max_length=settings.max_length)
-    rows = similarity_rows(found, f"{a} → {b}", model=f"{found['a']['content'][:16]} {found['b']['content'][:16]}",
+    rows = similarity_rows(comparisons, f"{a} → {b}", model=f"{comparisons['a']['content'][:16]} "
+                                                            f"{comparisons['b']['content'][:16]}",
                            # states are those of bare texts
                            manifest="", training_seed=None, instructions="none", **common)
     rows += geometry_rows(shapes, instructions=settings.instruction if settings.instruction and len(sample.fields) == 2
@@ -239,8 +242,8 @@ def analyse(settings, say=print) -> dict: # the summary
     append_rows(out/"ledger.jsonl", rows)
     shown = lambda row: {key: value for key, value in row.items()
                          if key in ("value", "low", "high") or key.startswith("null_")}
-    summary = dict(a=a, b=b, texts=len(sample.texts), data=sample.sha256, left_out=found["left_out"],
+    summary = dict(a=a, b=b, texts=len(sample.texts), data=sample.sha256, left_out=comparisons["left_out"],
                    last_layer={row["metric"]: shown(row) for row in rows if "→" in row["label"]},
-                   geometry={f"{one['label']}, step {one['step']}": one["numbers"] for one in shapes})
+                   geometry={f"{shape['label']}, step {shape['step']}": shape["numbers"] for shape in shapes})
     write_json(out/"summary.json", summary)
     return summary

@@ -107,11 +107,11 @@ def cka_parts(comparison: Comparison, x: Comparison, y: Comparison, pairs: list)
 
 def total_cka(parts: list, debiased: bool) -> Tensor: # parts: of `cka_parts`; -> [pairs]
     "CKA over all rows."
-    return ratio(*[hsic(each.total, debiased)[places] for each, places in parts]).cpu()
+    return ratio(*[hsic(side.total, debiased)[places] for side, places in parts]).cpu()
 
 def cka_curve(parts: list, interval) -> dict: # value, low, high
     "Debiased CKA over all rows, in an interval as wide as that of the mean over blocks."
-    blocks = [each.sums("hsic")["hsic"][:, places] for each, places in parts]
+    blocks = [half.sums("hsic")["hsic"][:, places] for half, places in parts]
     enough = ~torch.cat(blocks, 1).isnan().any(1) # blocks of four rows or more
     spread = interval(ratio, {name: block[enough] for name, block in zip(("xy", "xx", "yy"), blocks)})
     value, low, high = [torch.tensor([np.nan if number is None else number for number in spread[side]],
@@ -197,13 +197,13 @@ def accumulate(readers: dict, source: Iterable, half: int,
             sample.see([*states, which, torch.full_like(which, number)])
             shift = shift or {name: rows.double().mean(0) for name, rows in zip(readers, states)}
             rows = {name: shifted(part, shift[name]) for name, part in zip(readers, states)}
-            for name, each in alone.items(): observe(each.block, rows[name], rows[name])
+            for name, sums in alone.items(): observe(sums.block, rows[name], rows[name])
             for null, (x, y) in names.items():
                 mine, theirs = strangers(which, generator) if null == "shuffled" else (slice(None), slice(None))
                 observe(comparisons[null].block, rows[x][mine], rows[y][theirs])
-        for each in (*comparisons.values(), *alone.values()): each.end_block()
+        for sums in (*comparisons.values(), *alone.values()): sums.end_block()
         if number + 1 == half:
-            for each in comparisons.values(): each.fit()
+            for sums in comparisons.values(): sums.fit()
     if not pair.total.rows:
         raise ValueError("no row is left to compare: the tokenizers never end a token at the same character, or the "
                          "texts are empty; use rows=pooled")
@@ -277,8 +277,8 @@ def analyse(readers: dict, texts: list, labels: list | None,
                           random="random_init is off").items():
         if null not in names: result["left_out"][null] = why
     peak = peak_gpu_memory().get("peak_gpu_memory_bytes", 0) or peak_memory()
-    size = sum(part.nbytes for each in (*comparisons.values(), *alone.values())
-               for moments in (each.total, each.block) for part in moments.parts())
+    size = sum(part.nbytes for sums in (*comparisons.values(), *alone.values())
+               for moments in (sums.total, sums.block) for part in moments.parts())
     return result | dict(cost=dict(seconds=time.perf_counter() - start, peak_bytes=peak, accumulator_bytes=size))
 
 # %% ../../nbs/analysis/03_compare.ipynb #8d16902b

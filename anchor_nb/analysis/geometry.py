@@ -91,14 +91,14 @@ def histogram(values) -> list: # counts in each bin between EDGES
 
 def separation(queries: Tensor, positives: Tensor) -> tuple: # (share in [0, 1], histogram of own, histogram of others)
     "How often a query's own document scores above the others."
-    own, below, others = (queries*positives).sum(1), 0.0, np.zeros(len(EDGES) - 1, dtype=int)
+    matching, below, others = (queries*positives).sum(1), 0.0, np.zeros(len(EDGES) - 1, dtype=int)
     for start, rows in zip(range(0, len(queries), PIECE), queries.split(PIECE)):
-        scores, mine = rows @ positives.T, own[start:start + len(rows), None]
+        scores, mine = rows @ positives.T, matching[start:start + len(rows), None]
         rest = torch.ones_like(scores, dtype=torch.bool)
         rest.diagonal(start).fill_(False)
         below += float(((scores < mine - 1e-12).double() + 0.5*((scores - mine).abs() <= 1e-12))[rest].sum())
         others += np.histogram(scores[rest].clamp(-1, 1).cpu().numpy(), EDGES)[0]
-    return below/(len(queries)*(len(queries) - 1)), histogram(own.cpu()), others.tolist()
+    return below/(len(queries)*(len(queries) - 1)), histogram(matching.cpu()), others.tolist()
 
 # %% ../../nbs/analysis/02_geometry.ipynb #39d54e99
 def jackknife(numbers,         # kept texts [texts] -> dict of name: number

@@ -32,7 +32,7 @@ class Moments:
     def add(self, other: "Moments"):
         "Add the rows of another `Moments` to these."
         self.rows += other.rows
-        for own, its in zip(self.parts(), other.parts()): own += its
+        for mine, its in zip(self.parts(), other.parts()): mine += its
 
     def clear(self):
         "Forget all rows."
@@ -183,12 +183,12 @@ def neighbours(x: Tensor,     # [rows, width]
     if most < count:
         raise ValueError(f"{count} neighbours of a row among {len(x)} rows, of which {max(most, 0)} are of other "
                          "texts; give more texts, or fewer neighbours")
-    x, found = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1), []
+    x, nearest = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1), []
     for start in range(0, len(x), chunk):
         similar = x[start:start + chunk] @ x.T
         similar.masked_fill_(texts[start:start + chunk, None] == texts[None], -torch.inf)
-        found.append(similar.topk(count).indices)
-    return torch.cat(found)
+        nearest.append(similar.topk(count).indices)
+    return torch.cat(nearest)
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #95e2d396
 def overlap(a: Tensor, b: Tensor, # [rows, neighbours], nearest first
@@ -241,7 +241,8 @@ def split_by_class(labels: list, share: float = 0.25, seed: int = 0) -> tuple: #
     from sklearn.model_selection import train_test_split
     names, counts = np.unique(labels, return_counts=True)
     if len(names) < 2:
-        raise ValueError(f"all {len(labels)} labels are {names[0] if len(names) else 'missing'}; a probe needs two "
+        which = names[0] if len(names) else "missing"
+        raise ValueError(f"all {len(labels)} labels are {which}; a probe needs two "
                          "classes or more")
     if counts.min() < 4:
         raise ValueError(f"class {str(names[counts.argmin()])!r} has {counts.min()} texts; a probe needs at least 4 of "

@@ -67,12 +67,12 @@ def talking_to_stderr():
 @contextmanager
 def answering(as_json: bool): # -> a function of (plain values, *lines), to be called once
     "A block that finds out what a command answers; it is printed at the end, as lines or as one JSON object."
-    said = []
-    def answer(found: dict, *lines: str): said.append((found, lines))
+    answers = []
+    def answer(values: dict, *lines: str): answers.append((values, lines))
     try:
         with talking_to_stderr() if as_json else nullcontext(): yield answer
     finally:
-        for found, lines in said: typer.echo(json.dumps(found) if as_json else "\n".join(lines))
+        for values, lines in answers: typer.echo(json.dumps(values) if as_json else "\n".join(lines))
 
 # %% ../../nbs/cli/00_app.ipynb #811ef8d1
 def gather(stage: str,        # a stage

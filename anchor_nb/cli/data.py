@@ -30,11 +30,11 @@ def filter_pairs(data: Pairs, out: NewPairs, minimum: option(float, "smallest ma
     "Keep rows whose margin, weakest positive less hardest negative, lies between two ends."
     from anchor_nb.inference.filtering import filter_pairs
     with answering(as_json) as answer:
-        found = filter_pairs(data, out, minimum, maximum, model, each, format, instructions, max_length)
+        result = filter_pairs(data, out, minimum, maximum, model, each, format, instructions, max_length)
         lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['below']} below, {facts['above']} "
                  "above"
-                 for name, facts in found.items()]
-        answer(found, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
+                 for name, facts in result.items()]
+        answer(result, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 @app.command("dedup", rich_help_panel=DATA)
 def dedup_pairs(data: Pairs, out: NewPairs,
@@ -49,14 +49,14 @@ def dedup_pairs(data: Pairs, out: NewPairs,
     "Drop rows that repeat others, and rows that evaluation sets know; says what of the tests was seen."
     from anchor_nb.data.deduplication import dedup_pairs
     with answering(as_json) as answer:
-        found = dedup_pairs(data, out, threshold, against, remove, all_documents, format)
+        result = dedup_pairs(data, out, threshold, against, remove, all_documents, format)
         lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['equal']} equal to others, "
                  f"{facts['near']} nearly, {facts['contaminated']} show a test"
-                 for name, facts in found["datasets"].items()]
+                 for name, facts in result["datasets"].items()]
         lines += [f"{name}: {facts['queries_seen']} of {facts['queries']} queries seen, "
                   f"{facts['documents_seen']} of {facts['documents']} documents"
-                  for name, facts in found["tests"].items()]
-        answer(found, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
+                  for name, facts in result["tests"].items()]
+        answer(result, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 # %% ../../nbs/cli/04_data.ipynb #0ab47750
 @app.command("encode", rich_help_panel=USE)
@@ -69,9 +69,9 @@ def encode(corpus: argument(str, "a JSONL or parquet file, a folder of such file
     "Encode a corpus to vectors, in shards that are checked and never made twice."
     from anchor_nb.inference.corpus_encoding import encode_corpus
     with answering(as_json) as answer:
-        found = encode_corpus(corpus, model, out, gpus, dtype=dtype, **read_pairs(pairs))
+        result = encode_corpus(corpus, model, out, gpus, dtype=dtype, **read_pairs(pairs))
         if os.environ.get("RANK", "0") == "0":
-            there = f"{found['rows']} texts in {found['shards']} shards, {found['bytes']/1e6:.1f} MB, in {out}"
-            answer(found, there, f"{found['made_rows']} of them encoded now, in {found['seconds']:.0f} s")
-    if not found["complete"]:
+            there = f"{result['rows']} texts in {result['shards']} shards, {result['bytes']/1e6:.1f} MB, in {out}"
+            answer(result, there, f"{result['made_rows']} of them encoded now, in {result['seconds']:.0f} s")
+    if not result["complete"]:
         raise typer.Exit(1)

@@ -43,9 +43,9 @@ def check_machine() -> Check:
     memory, limit = psutil.virtual_memory(), memory_limit()
     total, free = (min(size, limit or size)/GB for size in (memory.total, memory.available))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = (f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {cores} of "
+    state = (f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {cores} of "
              f"{os.cpu_count()} cores, {total:.0f} GB of memory, {free:.0f} GB free")
-    return judged("machine", found, (free < 3, "warn", "close other programs; `anchor-nb plan` says what is needed"))
+    return judged("machine", state, (free < 3, "warn", "close other programs; `anchor-nb plan` says what is needed"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #37471112
 def requirements() -> list: # of packaging's Requirement
@@ -66,9 +66,9 @@ def check_requirements() -> Check:
         return Check("packages", "warn", "anchor_nb itself is not installed", "pip install -e . in the checkout")
     fits = lambda need: need.specifier.contains(installed(need.name) or "0", prereleases=True)
     wrong = [need for need in requirements() if not fits(need)]
-    found = ", ".join(f"{need.name} {installed(need.name) or 'missing'} (needs {need.specifier})" for need in wrong)
+    state = ", ".join(f"{need.name} {installed(need.name) or 'missing'} (needs {need.specifier})" for need in wrong)
     fix = "pip install " + " ".join(f'"{need.name}{need.specifier}"' for need in wrong)
-    return judged("packages", found or f"all {len(requirements())} that are required", (wrong, "fail", fix))
+    return judged("packages", state or f"all {len(requirements())} that are required", (wrong, "fail", fix))
 
 # %% ../../nbs/cli/01_doctor.ipynb #4ab758eb
 def driver() -> str: # version, or empty
@@ -83,16 +83,17 @@ def check_torch() -> Check:
     import torch
     from anchor_nb.models.attention import on_gpu
     cuda, version = torch.cuda.is_available(), torch.version.cuda
-    found = f"torch {torch.__version__}, built for {f'CUDA {version}' if version else torch.version.hip or 'the CPU'}"
-    if cuda: return judged("torch", found, (not on_gpu(), "warn", "unset ACCELERATE_USE_CPU to compute on the GPU"))
+    platform_of = f"CUDA {version}" if version else torch.version.hip or "the CPU"
+    state = f"torch {torch.__version__}, built for {platform_of}"
+    if cuda: return judged("torch", state, (not on_gpu(), "warn", "unset ACCELERATE_USE_CPU to compute on the GPU"))
     if not driver() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return Check("torch", "ok", f"{found}; no GPU is visible, {torch.get_num_threads()} threads of the CPU compute")
+        return Check("torch", "ok", f"{state}; no GPU is visible, {torch.get_num_threads()} threads of the CPU compute")
     why = "CUDA finds no device"
     try: torch.cuda.init()
     except (RuntimeError, AssertionError) as error: why = str(error).partition("\n")[0]
     fix = ("update the driver, or install a build of torch for an older CUDA; start a container with --gpus all"
            if version else "install a CUDA build of the same version of torch")
-    return Check("torch", "fail", f"{found}, but there is an NVIDIA driver ({driver()}): {why}", fix)
+    return Check("torch", "fail", f"{state}, but there is an NVIDIA driver ({driver()}): {why}", fix)
 
 # %% ../../nbs/cli/01_doctor.ipynb #07922de0
 def check_gpu(number: int) -> Check:
@@ -105,8 +106,8 @@ def check_gpu(number: int) -> Check:
         return Check(name, "fail", f"{facts.name}: {str(error).partition(chr(10))[0]}",
                      f"install a build of torch with kernels for this GPU; this one has {torch.cuda.get_arch_list()}")
     free, total = torch.cuda.mem_get_info(number)
-    found = f"{facts.name}, {total/GB:.0f} GB, {free/GB:.0f} GB free, compute capability {facts.major}.{facts.minor}"
-    return judged(name, found, (not right, "fail", "it miscalculates: restart the machine, or replace the GPU"),
+    state = f"{facts.name}, {total/GB:.0f} GB, {free/GB:.0f} GB free, compute capability {facts.major}.{facts.minor}"
+    return judged(name, state, (not right, "fail", "it miscalculates: restart the machine, or replace the GPU"),
                   (free < 0.8*total, "warn", "another process uses it; choose others with CUDA_VISIBLE_DEVICES"),
                   (facts.major < 8, "warn", "no fast bf16; GPUs of compute capability 8.0 or later have it"))
 
@@ -147,8 +148,8 @@ def check_kernel() -> Check:
     # a bare name means this Python to Jupyter
     command = sys.executable if spec.argv[0].startswith("python") else shutil.which(spec.argv[0]) or spec.argv[0]
     other = Path(command).parent.resolve() != Path(sys.executable).parent.resolve()
-    found = f"python3 starts {command}, in another environment" if other else "python3 of this environment"
-    return judged("kernel", found, (other, "fail", f"{sys.executable} -m ipykernel install --sys-prefix"))
+    state = f"python3 starts {command}, in another environment" if other else "python3 of this environment"
+    return judged("kernel", state, (other, "fail", f"{sys.executable} -m ipykernel install --sys-prefix"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #6e6d00b9
 def check_hub(online: bool = False, seconds: float = 5) -> Check: # online: ask the hub
@@ -157,9 +158,11 @@ def check_hub(online: bool = False, seconds: float = 5) -> Check: # online: ask 
     from huggingface_hub import constants, get_token, is_offline_mode
     address, offline = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT, is_offline_mode()
     cached = len(list(Path(constants.HF_HUB_CACHE).glob("models--*")))
-    known = f"{cached} models cached, {'a' if get_token() else 'no'} login"
+    login = "a login" if get_token() else "no login"
+    known = f"{cached} models cached, {login}"
     if offline or not online:
-        return judged("hub", f"{'offline by HF_HUB_OFFLINE' if offline else 'not asked (--online asks)'}; {known}",
+        state = "offline by HF_HUB_OFFLINE" if offline else "not asked (--online asks)"
+        return judged("hub", f"{state}; {known}",
                       (online, "warn", "unset HF_HUB_OFFLINE to use a hub"))
     try: status = httpx.head(address, timeout=seconds).status_code
     except (httpx.HTTPError, httpx.InvalidURL) as error: status = str(error)
@@ -173,9 +176,9 @@ HEARD = re.compile(r"(ANCHOR_NB|HF|CUDA|NCCL|OMP|PYTORCH|TRANSFORMERS|ACCELERATE
 def check_environment() -> Check:
     "The variables that change what happens; secrets hidden."
     heard = without_secrets({name: value for name, value in sorted(os.environ.items()) if HEARD.match(name)})
-    found = ", ".join(f"{name}={value}" for name, value in heard.items()) or "nothing unusual is set"
+    state = ", ".join(f"{name}={value}" for name, value in heard.items()) or "nothing unusual is set"
     left = stale_ranks()
-    return judged("environment", f"left over: {', '.join(left)}; {found}" if left else found,
+    return judged("environment", f"left over: {', '.join(left)}; {state}" if left else state,
                   (left, "warn", "unset them: no launcher runs here, and other programs would wait for one"),
                   (already_launched(), "fail", "unset RANK and WORLD_SIZE, or training waits for other processes"))
 
@@ -195,18 +198,18 @@ def check_smoke() -> Check:
         loss = launch(train, recipe, run_dir=folder)["last"]["loss"]
         vectors = AnchorEmbedder.from_pretrained(f"{folder}/model").encode(["a cat sleeps", "the river floods"])
     wrong = not np.isfinite(loss) or not np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3)
-    found = f"two steps trained, two texts encoded, in {time.monotonic() - began:.0f} s"
-    return judged("smoke", found, (wrong, "fail", "the numbers are wrong: see the lines on torch and GPU, and try "
+    state = f"two steps trained, two texts encoded, in {time.monotonic() - began:.0f} s"
+    return judged("smoke", state, (wrong, "fail", "the numbers are wrong: see the lines on torch and GPU, and try "
                                                   "ACCELERATE_USE_CPU=1"))
 
 # %% ../../nbs/cli/01_doctor.ipynb #510e511c
 def found_by(name: str, check, *arguments) -> Check:
     "The finding of a check, without secrets; fail where the check itself broke."
-    try: found = check(*arguments)
+    try: state = check(*arguments)
     except Exception as error:
-        found = Check(name, "fail", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        state = Check(name, "fail", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
                       "fix this first; if it is a mystery, report it with the output of `anchor-nb doctor --json`")
-    return Check(*without_secrets(list(found)))
+    return Check(*without_secrets(list(state)))
 
 # %% ../../nbs/cli/01_doctor.ipynb #501f43f8
 def checks(online: bool = False, # ask the model hub whether it is there; else nothing touches the network

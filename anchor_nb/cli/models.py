@@ -24,10 +24,10 @@ def doctor(online: option(bool, "ask the model hub whether it is there; else not
     "What this machine has and lacks, and what to do about it. Exit code 1 when something will not work."
     from anchor_nb.cli.doctor import as_text, checks, summary
     with answering(as_json) as answer:
-        found = summary(checks(online, not quick, say=lambda check: typer.echo(as_text(check))))
-        line = "all is well" if found["ok"] else f"will not work: {', '.join(found['failed'])}"
-        answer(found, line + (f"; look at {', '.join(found['warned'])}" if found["warned"] else ""))
-    if not found["ok"]:
+        result = summary(checks(online, not quick, say=lambda check: typer.echo(as_text(check))))
+        line = "all is well" if result["ok"] else f"will not work: {', '.join(result['failed'])}"
+        answer(result, line + (f"; look at {', '.join(result['warned'])}" if result["warned"] else ""))
+    if not result["ok"]:
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/05_models.ipynb #df656516
@@ -44,10 +44,10 @@ def search(model: Model,
     "The texts of a corpus that are nearest to a query."
     from anchor_nb.inference.search import search_corpus
     with answering(as_json) as answer:
-        found = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim)
+        results = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim)
         line = lambda hit: f"  {hit['score']:.3f}  {hit['id']}  {' '.join(hit['text'].split())[:100]}"
-        lines = [text for answers in found for text in (answers["query"], *map(line, answers["hits"]))]
-        answer(dict(queries=found), *map(printable, lines))
+        lines = [text for answers in results for text in (answers["query"], *map(line, answers["hits"]))]
+        answer(dict(queries=results), *map(printable, lines))
 
 @app.command("decode", rich_help_panel=USE)
 def decode(model: argument(str, MODEL_HELP + '; one with its language-model head, such as what stage I leaves'),
@@ -61,8 +61,8 @@ def decode(model: argument(str, MODEL_HELP + '; one with its language-model head
     "What embeddings remember: the text that the model writes when it has nothing but the vector."
     from anchor_nb.inference.decoding import decode_from_anchor
     with answering(as_json) as answer:
-        found = decode_from_anchor(model, texts, instruction, direction, samples, temperature, max_new_tokens, seed)
-        facts = [dict(read=text, written=made.text, samples=made.samples) for text, made in zip(texts, found)]
+        results = decode_from_anchor(model, texts, instruction, direction, samples, temperature, max_new_tokens, seed)
+        facts = [dict(read=text, written=made.text, samples=made.samples) for text, made in zip(texts, results)]
         lines = []
         for fact in facts:
             lines += [fact["read"], f"  -> {fact['written']}", *(f"   ~ {drawn}" for drawn in fact["samples"])]
@@ -77,14 +77,14 @@ LOADING = dict(pooling=str, max_length=int, bidirectional=bool, kind=str)
 
 def load_options(pairs: list) -> dict: # for `AnchorEmbedder.from_pretrained`
     "What a checkpoint does not say about itself; ValueError for another name, or a value of another type."
-    found = yaml_values(pairs)
-    for name, value in found.items():
+    given = yaml_values(pairs)
+    for name, value in given.items():
         if name not in LOADING:
             raise ValueError(f"no parameter {name!r}; there are {', '.join(LOADING)}")
         if type(value) is not LOADING[name]:
             raise ValueError(f"{name}={value!r} is no {LOADING[name].__name__}; give {name} as "
                              f"{LOADING[name].__name__}")
-    return found
+    return given
 
 # %% ../../nbs/cli/05_models.ipynb #4e180e55
 Ledger = option(str, "ledger.jsonl or its folder, for the scores in the card; default: what lies beside the run",
@@ -110,17 +110,17 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
     "A folder for sentence-transformers, and by their rules vLLM, TEI and llama.cpp, with its card."
     from anchor_nb.release.card import export_with_card
     with answering(as_json) as answer:
-        found = export_with_card(model, out, ledger, name=name, license=license, licences=read_pairs(licences),
+        result = export_with_card(model, out, ledger, name=name, license=license, licences=read_pairs(licences),
                                  check=check, adapter=adapter, head=head, dtype=dtype, query=query,
                                  truncation=truncation, **load_options(parameter))
-        lines = [f"{found['bytes']/1e6:.1f} MB in {out}: {found['dimension']} numbers a text, {found['dtype']}"]
+        lines = [f"{result['bytes']/1e6:.1f} MB in {out}: {result['dimension']} numbers a text, {result['dtype']}"]
         if check:
-            verdict = "the same vectors" if found["checked"]["same"] else "OTHER vectors"
-            lines += [f"sentence-transformers gives {verdict}, {found['checked']['largest']:.1g} apart at most"]
-        for library, known in found["readers"].items():
+            verdict = "the same vectors" if result["checked"]["same"] else "OTHER vectors"
+            lines += [f"sentence-transformers gives {verdict}, {result['checked']['largest']:.1g} apart at most"]
+        for library, known in result["readers"].items():
             lines.append("; ".join(filter(None, [f"{library}: {known['reads']}", known["note"]])))
-        answer(found, *lines, f"the card: {found['card']}")
-    if check and not found["checked"]["same"]:
+        answer(result, *lines, f"the card: {result['card']}")
+    if check and not result["checked"]["same"]:
         raise typer.Exit(1)
 
 @app.command("card", rich_help_panel=USE)
@@ -138,12 +138,12 @@ def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: 
     "Show what of an exported model would go to a hub, or upload what was shown."
     from anchor_nb.release.hub import push
     with answering(as_json) as answer:
-        found = push(folder, repo_id, not public, upload, revision, message)
-        lines = [f"{file['bytes']:>14,}  {file['sha256'][:12]}  {file['path']}" for file in found["files"]]
-        lines += [f"{'left out':>14}  {name}" for name in found["left_out"]]
-        last = f"To send exactly this: the same command with --upload {found['plan']}"
-        if upload: last = f"uploaded: {found['url']}"
-        answer(found, *lines, last)
+        result = push(folder, repo_id, not public, upload, revision, message)
+        lines = [f"{file['bytes']:>14,}  {file['sha256'][:12]}  {file['path']}" for file in result["files"]]
+        lines += [f"{'left out':>14}  {name}" for name in result["left_out"]]
+        last = f"To send exactly this: the same command with --upload {result['plan']}"
+        if upload: last = f"uploaded: {result['url']}"
+        answer(result, *lines, last)
 
 # %% ../../nbs/cli/05_models.ipynb #42bbf6d5
 @app.command("serve", rich_help_panel=USE)
@@ -175,6 +175,7 @@ def merge(models: argument(list[str], "run folders or model folders, two or more
     "One model of several, tensor by tensor; it loads as any other."
     from anchor_nb.release.merging import merge_models
     with answering(as_json) as answer:
-        found = merge_models(models, out, weight, method, yaml_values(policy), missing, dtype)
-        answer(found, f"{found['tensors']} tensors of {len(models)} models, {method}, {found['bytes']/1e6:.1f} MB in "
+        result = merge_models(models, out, weight, method, yaml_values(policy), missing, dtype)
+        answer(result, f"{result['tensors']} tensors of {len(models)} models, {method}, {result['bytes']/1e6:.1f} MB "
+                       "in "
                       f"{out}")

@@ -45,9 +45,9 @@ def evaluate_parameters(model: str, benchmark: str, tasks: list, data_root: str,
 # %% ../../nbs/cli/03_scoring.ipynb #747c3d07
 def outcome(out: str) -> dict:
     "The outcome of an evaluation: of its one model, or of all by label."
-    found = read_json(Path(out)/"summary.json")
-    one = next(iter(found["models"].values())) if len(found["models"]) == 1 else dict(models=found["models"])
-    return one | dict(failed=found["failed"])
+    summary = read_json(Path(out)/"summary.json")
+    scores = next(iter(summary["models"].values())) if len(summary["models"]) == 1 else dict(models=summary["models"])
+    return scores | dict(failed=summary["failed"])
 
 @app.command("evaluate", rich_help_panel=SCORE, help=f"{RECIPES['evaluate'].__doc__}\n\n{parameter_help('evaluate')}")
 def evaluate(model: Model = "", benchmark: Benchmark = "", task: Task = [], data_root: DataRoot = "",
@@ -70,7 +70,7 @@ def evaluate(model: Model = "", benchmark: Benchmark = "", task: Task = [], data
 def list_benchmarks(name: argument(str, "show the tasks of this one") = ""):
     "List the benchmarks by name, or the tasks of one."
     from anchor_nb.evaluation import benchmarks
-    if not name: lines = [f"{key:14} {about}" for key, about in benchmarks.names().items()]
+    if not name: lines = [f"{key:14} {description}" for key, description in benchmarks.names().items()]
     else:
         lines = [f"{task.metadata.name:42} {task.metadata.type:20} {task.metadata.main_score}"
                  for task in benchmarks.find_tasks(name)]
@@ -84,8 +84,8 @@ def paper_tables(ledger: argument(Path, "a ledger.jsonl, or the folder it lies i
     "The paper's tables beside the scores of a ledger: value, difference, verdict."
     from anchor_nb.runs.ledger import read_rows
     from anchor_nb.evaluation.tables import expected_vs_obtained
-    found = expected_vs_obtained(read_rows(ledger/"ledger.jsonl" if ledger.is_dir() else ledger), base)
-    for number, lines in found.groupby("table", sort=False):
+    result = expected_vs_obtained(read_rows(ledger/"ledger.jsonl" if ledger.is_dir() else ledger), base)
+    for number, lines in result.groupby("table", sort=False):
         run, counts = lines if every else lines[lines["verdict"] != "not run"], lines["verdict"].value_counts()
         typer.echo(f"table {number}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
         if len(run):

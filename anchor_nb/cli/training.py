@@ -41,9 +41,9 @@ def add_stage(stage: str):
         # the first node has the notebook
         if int(os.environ.get("NODE_RANK", 0)) and stage in TRAINING: return train_stage(stage, values) and None
         typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
-    about = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
+    purpose = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
     panel = dict(prepare=DATA, mine=DATA, report=SCORE).get(stage, TRAIN)
-    app.command(stage, help=f"{about}\n\n{parameter_help(stage)}", rich_help_panel=panel)(command)
+    app.command(stage, help=f"{purpose}\n\n{parameter_help(stage)}", rich_help_panel=panel)(command)
 
 for stage in dict.fromkeys([*RECIPES, *stages()]):
     if stage not in ("evaluate", "analyse"): add_stage(stage)
@@ -110,10 +110,11 @@ def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: 
     "The arms of an ablation, with what they share computed once. Exit code 1 when one has failed."
     from anchor_nb.experiments import sweeps
     with answering(as_json) as answer:
-        if not name: return answer(sweeps.sweeps(), *(f"{key:12} {about}" for key, about in sweeps.sweeps().items()))
-        found = sweeps.run_sweep(name, out, at_once, read_pairs(slurm) if slurm else None, dry_run)
-        answer(found, *outcome(found, dry_run))
-    if found["failed"]:
+        if not name:
+            return answer(sweeps.sweeps(), *(f"{key:12} {description}" for key, description in sweeps.sweeps().items()))
+        result = sweeps.run_sweep(name, out, at_once, read_pairs(slurm) if slurm else None, dry_run)
+        answer(result, *outcome(result, dry_run))
+    if result["failed"]:
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/02_training.ipynb #8d8baa01
@@ -139,9 +140,9 @@ def run_recipe(name: Recipe, out: option(str, "folder of all runs, which recipes
             stage = address.partition(".")[0]
             if stage in ("stage1", "stage2") and stage not in stages:
                 raise ValueError(f"{address}: {name} has no {stage}; it has {', '.join(stages)}")
-        found = sweeps.run_sweep(dict(preset=name, base=given, arms={name: {}}), out, dry_run=dry_run)
-        answer(found, *outcome(found, dry_run))
-    if found["failed"]:
+        result = sweeps.run_sweep(dict(preset=name, base=given, arms={name: {}}), out, dry_run=dry_run)
+        answer(result, *outcome(result, dry_run))
+    if result["failed"]:
         raise typer.Exit(1)
 
 @app.command("submit", rich_help_panel=SCALE)

@@ -50,9 +50,9 @@ def content_of(file: Path) -> list: # [bytes, hash]
 # %% ../../nbs/core/03_files.ipynb #e0ee560e
 def seal(folder: Path):
     "Record the sizes and hashes of a finished folder's files."
-    found = {str(file.relative_to(folder)): content_of(file) for file in sorted(folder.rglob("*")) if file.is_file()
+    contents = {str(file.relative_to(folder)): content_of(file) for file in sorted(folder.rglob("*")) if file.is_file()
              and file.suffix != ".lock" and file.name != RECORD}
-    (folder/RECORD).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder/RECORD).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 # %% ../../nbs/core/03_files.ipynb #f33685d4
 def damage(folder: Path) -> str: # empty: no damage
@@ -78,7 +78,7 @@ def check_whole(folder: Path):
             head = int.from_bytes(handle.read(8), "little")
             try: facts = json.loads(handle.read(min(head, size)))
             except ValueError: facts = {}
-        ends = [about["data_offsets"][1] for name, about in facts.items() if name != "__metadata__"]
+        ends = [fact["data_offsets"][1] for name, fact in facts.items() if name != "__metadata__"]
         if size < 8 + head + max(ends, default=0) or not facts:
             raise ValueError(f"{file} is incomplete: it has {size} bytes and breaks off; copy or download it again")
 
@@ -149,7 +149,7 @@ def new_folder(target: Path, # the folder to create or replace
 def real_places(path: Path) -> list: # of resolved paths
     "The resolved path of a file or folder, and the targets of the links in it."
     inside = path.rglob("*") if path.is_dir() else ()
-    return [path.resolve(), *(each.resolve() for each in inside if each.is_symlink())]
+    return [path.resolve(), *(link.resolve() for link in inside if link.is_symlink())]
 
 # %% ../../nbs/core/03_files.ipynb #155532f7
 def keep_apart(out: str | Path, # what will be written, file or folder

@@ -118,7 +118,8 @@ def check_names(cls: type,      # a recipe
         close = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
         if name in cls.fixed: hint = f"; it was removed; {cls.fixed[name]!r} always holds"
-        raise ValueError(f"{where + ': ' if where else ''}{cls.__name__} has no parameter {name!r}{hint}")
+        place = f"{where}: " if where else ""
+        raise ValueError(f"{place}{cls.__name__} has no parameter {name!r}{hint}")
     return values
 
 def default(f) -> object: # f: a dataclass field

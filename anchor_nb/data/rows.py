@@ -160,7 +160,8 @@ def how_to_read(file: Path) -> str: # a shell command; empty for a file that hol
     "How to convert a file of rows that cannot be read directly into JSONL."
     suffix = file.suffix.lower()
     if suffix != file.suffix and suffix in (".jsonl", ".parquet") or suffix == ".ndjson":
-        return f"mv {file} {file.with_suffix('.jsonl' if suffix == '.ndjson' else suffix)}"
+        if suffix == ".ndjson": suffix = ".jsonl"
+        return f"mv {file} {file.with_suffix(suffix)}"
     if suffix not in ROWS_OF or file.name.startswith(("qrels", ".")): return ""
     command = ROWS_OF[suffix].format(file, file.with_suffix(""))
     if suffix != ".json": return command
@@ -264,8 +265,9 @@ def find_sources(data: str, # a folder, a file, or a dataset id
     if (path/"state.json").is_file(): return {path.name: str(path)}
     if (path/"dataset_dict.json").is_file():
         splits = sorted(file.parent.name for file in path.glob("*/state.json"))
+        likely = "train" if "train" in splits or not splits else splits[0]
         raise ValueError(f"{path} is a DatasetDict with the splits {', '.join(splits)}; choose one, such as "
-                         f"{path/('train' if 'train' in splits or not splits else splits[0])}")
+                         f"{path/likely}")
     files = sorted([*path.glob("*.jsonl"), *path.glob("*.parquet")], key=lambda file: file.stem)
     check_files(path, files)
     return {file.stem: str(file) for file in files}

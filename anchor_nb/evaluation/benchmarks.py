@@ -279,14 +279,15 @@ def instructions_for(tasks: list,           # what `find_tasks` gave
     if source == "none": return dict.fromkeys(every, "")
     if source in ("paper", "mteb"):
         table = table13() if source == "paper" else {}
-        found = {name: None if is_local(leaf) else look_up_instruction(leaf, table) for name, leaf in every.items()}
-        return {name: own_instruction(every[name]) if text is None else text for name, text in found.items()}
+        instructions = {name: None if is_local(leaf) else look_up_instruction(leaf, table)
+                        for name, leaf in every.items()}
+        return {name: own_instruction(every[name]) if text is None else text for name, text in instructions.items()}
     table = read_instructions(Path(source))
-    found = {name: look_up_instruction(leaf, table) for name, leaf in every.items()}
-    if silent := [name for name, text in found.items() if text is None]:
+    instructions = {name: look_up_instruction(leaf, table) for name, leaf in every.items()}
+    if silent := [name for name, text in instructions.items() if text is None]:
         raise ValueError(f'{source}: no entry for {", ".join(silent)}; add each by its name or type, or "*": "" for '
                          'none')
-    return found
+    return instructions
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #3728f72d
 def instructions_id(source: str) -> str: # paper, mteb, none or a YAML file

@@ -339,16 +339,18 @@ def local_task(name: str,                   # one of `LOCAL`
               ):                            # an mteb task, an AbsTask
     "A local task, built if need be."
     made, parts = card(name), read_parts(name, folder)
-    about = dict(description=f"{made.title[0].upper()}{made.title[1:]}. Good for: {made.good_for}. Weak: {made.weak}.")
+    metadata = dict(description=f"{made.title[0].upper()}{made.title[1:]}. Good for: {made.good_for}. Weak: "
+                                f"{made.weak}.")
     if made.type in ("Retrieval", "Reranking"):
         def texts(part): return {row["_id"]: row["text"] for row in parts[part]}
         candidates = {row["_id"]: row["candidates"] for row in parts["queries"]} if made.type == "Reranking" else None
         qrels = {row["query-id"]: {row["corpus-id"]: row["score"]} for row in parts["qrels"]}
-        return as_task(Retrieval(name, made.instruction, texts("corpus"), texts("queries"), qrels), candidates, about)
+        return as_task(Retrieval(name, made.instruction, texts("corpus"), texts("queries"), qrels), candidates,
+                       metadata)
     make = {"STS": sts_task, "PairClassification": pair_task, "Classification": classification_task,
             "Clustering": clustering_task}[made.type]
     rows = [parts["train"], parts["test"]] if made.type == "Classification" else [parts["test"]]
-    return make(name, *rows, made.instruction, about, **made.settings)
+    return make(name, *rows, made.instruction, metadata, **made.settings)
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #1e5edc99
 REFERENCE = { # main scores of three baselines that need no training

@@ -29,10 +29,10 @@ def ledger_rows(result: Evaluation,
     how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling,
                template=candidate.template, **extras(candidate), **shortened(candidate), **common)
     if candidate.library == "bm25": how |= dict(max_length=0, instructions="none") # it reads whole texts
-    about = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
+    fields = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
     where = dict(queries=result.queries, documents=result.documents, data=result.data, model=model,
                  manifest=candidate.manifest, training_seed=candidate.training_seed, seconds=result.seconds)
-    return [about | dict(metric=metric, main=metric == result.metric, value=value) | where | how
+    return [fields | dict(metric=metric, main=metric == result.metric, value=value) | where | how
             for metric, value in result.metrics.items()]
 
 def measured(row: dict) -> tuple: # of the ledger
@@ -99,9 +99,9 @@ def recall(candidates: list, tasks: list, settings, instructions_id: str) -> lis
 # %% ../../nbs/evaluation/05_scores.ipynb #fc6efdca
 def record(job: Job, task, encoder, out: Path, **common) -> Evaluation: # common: for `ledger_rows`
     "Score one task, or reuse what a killed run left; write the values of its queries, then the rows of the ledger."
-    about = dict(label=job.candidate.label, step=job.candidate.step, task=task.metadata.name, model=job.model,
+    fields = dict(label=job.candidate.label, step=job.candidate.step, task=task.metadata.name, model=job.model,
                  data=data_id(task))
-    path = Path(out)/"per_query"/evaluation_file(about)
+    path = Path(out)/"per_query"/evaluation_file(fields)
     try: result = load_evaluation(path)
     except (OSError, ValueError):
         result = evaluate_task(encoder, task, Path(out)/"mteb")

@@ -104,7 +104,7 @@ def of_grid(grid: dict) -> dict: # label -> {address: value}
 # %% ../../nbs/experiments/07_sweeps.ipynb #1820e9c4
 def arms_of(sweep: dict) -> list: # of `Arm`
     "All arms of a sweep with all seeds; ValueError names the arm and the fix."
-    grids, found = sweep["grid"] if isinstance(sweep["grid"], list) else [sweep["grid"]], []
+    grids, combinations = sweep["grid"] if isinstance(sweep["grid"], list) else [sweep["grid"]], []
     named = [*sweep["arms"].items(), *(item for grid in grids if grid for item in of_grid(grid).items())]
     for label, changes in named or [("anchor", {})]:
         changes = dict(changes or {})
@@ -115,10 +115,10 @@ def arms_of(sweep: dict) -> list: # of `Arm`
         if unknown := set(stages) - set(TRAINING):
             raise ValueError(f"arm {label}: stages has {unknown.pop()!r}; choose among {', '.join(TRAINING)}")
         check_overrides(changes, f"arm {label}")
-        if label in {arm.label for arm in found}:
+        if label in {arm.label for arm in combinations}:
             raise ValueError(f"two arms are called {label!r}; give one another name")
-        found += [Arm(label, stages, changes, seed, start) for seed in sweep["seeds"] or [None]]
-    return found
+        combinations += [Arm(label, stages, changes, seed, start) for seed in sweep["seeds"] or [None]]
+    return combinations
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #ccbdb7e1
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ def node_of(stage: str, values: dict, needs: list, root: Path, nodes: dict) -> N
 # %% ../../nbs/experiments/07_sweeps.ipynb #de2c1143
 def settings_for(sweep: dict, arm: Arm, stage: str, **wired) -> dict: # parameter -> value
     "A stage's parameters in an arm: preset, then wiring, then what the file says."
-    said = {address.partition(".")[2]: value for address, value in (sweep["base"] | arm.overrides).items()
+    named = {address.partition(".")[2]: value for address, value in (sweep["base"] | arm.overrides).items()
             if address.partition(".")[0] == stage}
     seeded = dict(seed=arm.seed) if arm.seed is not None and stage in TRAINING else {}
-    return full_preset(arm.preset, stage) | wired | seeded | said
+    return full_preset(arm.preset, stage) | wired | seeded | named
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #007c6cfe
 def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `Node`, in order
@@ -312,9 +312,9 @@ class Screen:
 def gather(arm: Arm, node: Node, root: Path) -> str: # the node's name
     "Put the scores of an arm into the ledger of the sweep."
     ledger, out = Path(root)/"ledger.jsonl", Path(node.parameters["out"])
-    about = dict(node=node.name, arm=arm.label, settings=arm.overrides | dict(stages=list(arm.stages)))
+    origin = dict(node=node.name, arm=arm.label, settings=arm.overrides | dict(stages=list(arm.stages)))
     rows = to_restate(read_rows(ledger) if ledger.exists() else [],
-                      [row | about for row in read_rows(out/"ledger.jsonl")])
+                      [row | origin for row in read_rows(out/"ledger.jsonl")])
     if rows and (out/"per_query").is_dir(): shutil.copytree(out/"per_query", Path(root)/"per_query", dirs_exist_ok=True)
     if rows: append_rows(ledger, rows)
     return node.name

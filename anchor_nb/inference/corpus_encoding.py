@@ -123,7 +123,8 @@ def entry(row: dict,          # as read
         raise ValueError(f"the row is {type(row).__name__}, not an object; write {{\"_id\": ..., \"text\": ...}}")
     name = field or "text"
     if not isinstance(row.get(name), str):
-        raise ValueError(f"field {name!r} is {'not text' if name in row else 'missing'}; the row has {sorted(row)}, "
+        fault = "not text" if name in row else "missing"
+        raise ValueError(f"field {name!r} is {fault}; the row has {sorted(row)}, "
                          "name the one with the text as field")
     if id_field and row.get(id_field) is None:
         raise ValueError(f"field {id_field!r} is missing; the row has {sorted(row)}, name the one with the id as "

@@ -137,8 +137,8 @@ def decode_from_anchor(embedder,                  # an `AnchorEmbedder`, or what
                temperature=temperature, seed=seed, hide_given=rules.hide_template)
     drawn = readable(embedder, write(embedder, anchors, samples=samples, **how)) if samples else []
     greedy = readable(embedder, write(embedder, anchors, **how))
-    found = [Decoding(text, drawn[n*samples:(n + 1)*samples]) for n, text in enumerate(greedy)]
-    return found[0] if single else found
+    decodings = [Decoding(text, drawn[n*samples:(n + 1)*samples]) for n, text in enumerate(greedy)]
+    return decodings[0] if single else decodings
 
 # %% ../../nbs/inference/04_decoding.ipynb #af1b139b
 class Decoding(NamedTuple):
@@ -159,7 +159,7 @@ def target_losses(embedder: AnchorEmbedder,
                  ) -> list:               # of [targets] losses in nats, one tensor on the CPU for each text
     "The loss of each target token of texts after anchors: stage I's decoding pass."
     check_writer(embedder)
-    eos, device, found = eos_of(embedder), embedder.device, [None]*len(texts)
+    eos, device, means = eos_of(embedder), embedder.device, [None]*len(texts)
     laid_out = [decoded(text, rules, eos) for text in texts]
     for piece in cut_by_tokens([len(text.ids) for text in laid_out], embedder.micro_tokens):
         part = [laid_out[n] for n in piece]
@@ -173,8 +173,8 @@ def target_losses(embedder: AnchorEmbedder,
                             causal=True)
         losses = row_losses(embedder.lm, states, flat([text.ids for text in part], sum(sizes)).to(device))
         losses = [values[text.targets] for text, values in zip(part, losses.cpu().split(sizes))]
-        for n, values in zip(piece, losses): found[n] = values
-    return found
+        for n, values in zip(piece, losses): means[n] = values
+    return means
 
 # %% ../../nbs/inference/04_decoding.ipynb #c9bccb78
 def row_losses(lm, states: Tensor, targets: Tensor, chunk: int = 1024) -> Tensor: # [rows] nats
@@ -243,7 +243,7 @@ def remembered(embedder: AnchorEmbedder,
               ) -> dict:              # metric_direction -> value: losses in nats per token, the others in [0, 1]
     "What anchors tell of the other text of their pair, and of their own; ImportError without the extra `generation`."
     generation_libraries(); check_writer(embedder)
-    wrong, found = others(len(pairs), seed), {}
+    wrong, shares = others(len(pairs), seed), {}
     sides = [embedder.formatter(list(texts), asked) for texts, asked in zip(zip(*pairs), (instruction, ""))]
     anchors = [anchors_of(embedder, texts, rules) for texts in sides]
     most = min(max_new_tokens, 1 + max(len(text.content) for texts in sides for text in texts))
@@ -254,5 +254,5 @@ def remembered(embedder: AnchorEmbedder,
         values = {name: torch.cat(target_losses(embedder, vectors, sides[target], rules)).mean().item()
                   for name, vectors in given.items()}
         values |= written_scores(embedder, written[source], sides[target], wrong)
-        found |= {f"{name}_{direction}": value for name, value in values.items()}
-    return found
+        shares |= {f"{name}_{direction}": value for name, value in values.items()}
+    return shares

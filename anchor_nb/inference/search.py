@@ -160,9 +160,9 @@ class Index:
         queries = unboxed(queries)
         asked = self.embedder.encode_query([queries] if isinstance(queries, str) else queries, instruction,
                                            normalize_embeddings=True, truncate_dim=self.truncate_dim)
-        found = search(asked, self.vectors, k, backend)
+        matches = search(asked, self.vectors, k, backend)
         hits = [[Hit(self.ids[n], score, self.texts[n]) for score, n in zip(scores, numbers)]
-                for scores, numbers in zip(found.scores.tolist(), found.numbers.tolist())]
+                for scores, numbers in zip(matches.scores.tolist(), matches.numbers.tolist())]
         return hits[0] if isinstance(queries, str) else hits
 
 # %% ../../nbs/inference/01_search.ipynb #9a10a664
@@ -310,5 +310,5 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
     if keep: keep_apart(keep, corpus=corpus, texts=texts)
     index = open_index(AnchorEmbedder.from_pretrained(model, **how), corpus, keep, texts, field, id_field, truncate_dim,
                        show_progress_bar)
-    found = index.search(queries, k, instruction)
-    return [dict(query=query, hits=[hit._asdict() for hit in hits]) for query, hits in zip(queries, found)]
+    matches = index.search(queries, k, instruction)
+    return [dict(query=query, hits=[hit._asdict() for hit in hits]) for query, hits in zip(queries, matches)]

@@ -87,8 +87,8 @@ def terms_of(embeddings: Tensor, batch: ContrastiveBatch, rules: ContrastiveRule
     terms = {("loss_contrastive", size): (rules.contrastive_weight*weight, share(*nce[size]))
              for size, weight in sizes.items()}
     if rules.distillation != "none":
-        own = to_own(embeddings, batch)
-        terms |= {("loss_distillation", size): (weight, distillation_share(own, batch.teacher, size, rules))
+        view = to_own(embeddings, batch)
+        terms |= {("loss_distillation", size): (weight, distillation_share(view, batch.teacher, size, rules))
                   for size, weight in sizes.items()}
     if rules.sigreg: terms["sigreg", embeddings.shape[1]] = rules.sigreg, sigreg_share(embeddings, batch, rules)
     return terms

@@ -84,12 +84,13 @@ def contrastive_batch(examples: list, # of (query, positive, [negatives]), all `
     keys, owners = [key(t) for t in queries + candidates], [key(q) for q in queries]
     filled = lambda numbers, length, filler=-1: numbers + [filler]*(length - len(numbers))
     size, places = most*(1 + negatives), count(len(queries))
-    own = [filled([n, *[next(places) for _ in e[2]]], 1 + negatives) for n, e in enumerate(examples)]
+    documents_of = [filled([n, *[next(places) for _ in e[2]]], 1 + negatives) for n, e in enumerate(examples)]
     if teacher:
         teacher = torch.tensor([filled([float(score) for score in scores], 1 + negatives, float("nan"))
                                 for scores in teacher])
     return ContrastiveBatch(queries + candidates, len(queries), size, torch.tensor(filled(keys, len(queries) + size)),
-                            torch.tensor(filled(owners, size)), torch.tensor(own), most, teacher=teacher, **fields)
+                            torch.tensor(filled(owners, size)), torch.tensor(documents_of), most, teacher=teacher,
+                            **fields)
 
 # %% ../../nbs/losses/04_infonce.ipynb #e7ea4aae
 class View(NamedTuple):

@@ -152,10 +152,10 @@ class Llara:
         "This micro-batch's share of the step's loss."
         hidden, weight = run_packed(trunk_of(lm), batch.packed), lm.get_output_embeddings().weight
         added = batch.packed.last[:, None] + torch.arange(1 - self.positions, 1, device=hidden.device)
-        own, following = (bag_loss(hidden[added], weight, batch.bags)/totals[0]).chunk(2)
+        itself, following = (bag_loss(hidden[added], weight, batch.bags)/totals[0]).chunk(2)
         scale = (1/totals[1].clamp(min=1).double()).expand(len(batch.targets))
         words = head_loss(hidden.index_select(0, batch.rows), weight, batch.targets, scale)[0]
-        parts = torch.stack([words.to(own.dtype), own.sum(), following.sum()])
+        parts = torch.stack([words.to(itself.dtype), itself.sum(), following.sum()])
         return parts @ parts.new_tensor(list(self.parts.values())), parts.detach()
 
 # %% ../../nbs/losses/01_llama2vec.ipynb #777f5530

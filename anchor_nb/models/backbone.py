@@ -46,9 +46,9 @@ def what_it_sees(model) -> tuple: # (of later tokens, of other texts): the large
     model.eval().set_attn_implementation("packed_sdpa")
     try: packed, alone = [run_packed(model.base_model, pack(texts).to(device)).float() for texts in (PROBE, PROBE[1:2])]
     finally: model.train(training).set_attn_implementation(before)
-    _, one, other = packed.split([len(text) for text in PROBE])
-    return tuple((difference.abs().max()/alone.abs().max()).item() for difference in (one[:-1] - other[:-1],
-                                                                                      one - alone))
+    _, first, other = packed.split([len(text) for text in PROBE])
+    return tuple((difference.abs().max()/alone.abs().max()).item() for difference in (first[:-1] - other[:-1],
+                                                                                      first - alone))
 
 def check_attention(model):
     "ValueError when a model attends to more or less than its configuration says."

@@ -127,8 +127,8 @@ class Saved:
     @max_seq_length.setter
     def max_seq_length(self, length: int):
         length = whole_number("max_seq_length", length)
-        for one in (self, *getattr(self, "parts", ())):
-            one.formatter = Formatter(one.tokenizer, replace(one.formatter.layout, max_length=length))
+        for part in (self, *getattr(self, "parts", ())):
+            part.formatter = Formatter(part.tokenizer, replace(part.formatter.layout, max_length=length))
 
     def similarity(self, a, b) -> torch.Tensor: # [a, b]
         "Cosines of all pairs of vectors: arrays, tensors, lists of vectors, or one vector."
@@ -199,12 +199,12 @@ class TextEncoder(Saved):
         in_precision(np.empty((0, 8), np.float32), precision) # fail early on a wrong name
         normalize = self.normalize if normalize_embeddings is None else normalize_embeddings
         encoder = self if device is None else self.on(device)
-        found = in_precision(encoder.vectors(many, before, truncate_dim or self.dimension, normalize, batch_size,
+        vectors = in_precision(encoder.vectors(many, before, truncate_dim or self.dimension, normalize, batch_size,
                                              bool(show_progress_bar)), precision)
-        if not convert_to_numpy or convert_to_tensor: found = torch.from_numpy(found)
-        if convert_to_tensor: found = found.to(self.device)
-        elif not convert_to_numpy: found = list(found)
-        return found[0] if isinstance(texts, str) else found
+        if not convert_to_numpy or convert_to_tensor: vectors = torch.from_numpy(vectors)
+        if convert_to_tensor: vectors = vectors.to(self.device)
+        elif not convert_to_numpy: vectors = list(vectors)
+        return vectors[0] if isinstance(texts, str) else vectors
 
     def encode_query(self, texts: str | Iterable[str], instruction: str | list[str] = "",
                      **options: Unpack[Options]) -> np.ndarray | torch.Tensor | list:
@@ -221,8 +221,8 @@ def on_disk(sources: tuple) -> list: # the system's metadata of each file
     "Metadata that shows whether the files a model was loaded from have changed."
     files = [file for source in sources if Path(source).is_dir() for file in sorted(Path(source).rglob("*"))
              if file.is_file()]
-    return [(str(file), about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for file in files
-            for about in [file.stat()]]
+    return [(str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for file in files
+            for status in [file.stat()]]
 
 # %% ../../nbs/models/08_embedder.ipynb #e76c6889
 class AnchorEmbedder(TextEncoder):
@@ -317,7 +317,7 @@ def encode_texts(embedder: AnchorEmbedder, texts: list, # strings
             batch_size: int | None = None, show_progress_bar: bool = False,
            ) -> np.ndarray:                        # [texts, size] fp32
     "The vectors of already checked texts."
-    found, parts, formatter = np.empty((len(texts), size), np.float32), list(growing(len(texts))), embedder.formatter
+    vectors, parts, formatter = np.empty((len(texts), size), np.float32), list(growing(len(texts))), embedder.formatter
     write = lambda part: formatter(texts[part], before if isinstance(before, str) else before[part])
     with closing(ahead(write, parts)) as prepared, progress(total=len(texts), desc="encode", unit=" texts",
                                                             disable=not show_progress_bar) as bar:
@@ -328,8 +328,8 @@ def encode_texts(embedder: AnchorEmbedder, texts: list, # strings
             for piece in pieces:
                 done.append(encode_packed(embedder, [tokens[n] for n in piece], size, normalize))
                 bar.update(len(piece))
-            found[part.start + np.concatenate(pieces)] = torch.cat(done).cpu().numpy()
-    return found
+            vectors[part.start + np.concatenate(pieces)] = torch.cat(done).cpu().numpy()
+    return vectors
 
 AnchorEmbedder.vectors = encode_texts
 
@@ -360,8 +360,8 @@ class Replicas(AnchorEmbedder):
         "The vectors of texts, shared among the copies."
         order = sorted(range(len(texts)), key=lambda k: -len(texts[k]))
         shares = [order[n::len(self.parts)] for n in range(len(self.parts))]
-        said = lambda share: before if isinstance(before, str) else [before[k] for k in share]
-        work = lambda n: self.parts[n].vectors([texts[k] for k in shares[n]], said(shares[n]), size, normalize,
+        prefix = lambda share: before if isinstance(before, str) else [before[k] for k in share]
+        work = lambda n: self.parts[n].vectors([texts[k] for k in shares[n]], prefix(shares[n]), size, normalize,
                                                batch_size, show_progress_bar and n == 0)
-        with ThreadPoolExecutor(len(shares)) as pool: found = np.concatenate(list(pool.map(work, range(len(shares)))))
-        return found[np.argsort(sum(shares, []))]
+        with ThreadPoolExecutor(len(shares)) as pool: vectors = np.concatenate(list(pool.map(work, range(len(shares)))))
+        return vectors[np.argsort(sum(shares, []))]

@@ -68,8 +68,8 @@ def beginning(prompts: dict, instruction="", prompt_name: str | None = None, pro
                          f"{sorted(filter(None, prompts)) or 'none at all'}: give one of them, or the text itself as "
                          "prompt")
     if prompt_name is not None: return Prompt(prompts[prompt_name])
-    return prompted(prompts, instruction, role) if isinstance(instruction, str) else [prompted(prompts, one, role)
-                                                                                      for one in instruction]
+    return prompted(prompts, instruction, role) if isinstance(instruction, str) else [prompted(prompts, text, role)
+                                                                                      for text in instruction]
 
 # %% ../../nbs/models/07_inputs.ipynb #7077bf4f
 def mended(text: str) -> str:
@@ -114,14 +114,14 @@ def as_matrix(vectors, name: str = "vectors") -> torch.Tensor: # [rows, dimensio
     "One or several vectors in any form; ValueError unless they have the same length."
     try:
         if isinstance(vectors, (list, tuple)) and len(vectors):
-            vectors = torch.stack([torch.as_tensor(one) for one in vectors])
-        found = torch.atleast_2d(torch.as_tensor(vectors))
+            vectors = torch.stack([torch.as_tensor(row) for row in vectors])
+        matrix = torch.atleast_2d(torch.as_tensor(vectors))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} cannot be read as vectors ({error}); give an array or a tensor [rows, dimension], or "
                          "a list of vectors of one length") from None
-    if found.ndim != 2:
-        raise ValueError(f"{name} have the shape {list(found.shape)}; give [rows, dimension]")
-    return found
+    if matrix.ndim != 2:
+        raise ValueError(f"{name} have the shape {list(matrix.shape)}; give [rows, dimension]")
+    return matrix
 
 # %% ../../nbs/models/07_inputs.ipynb #dc3c6060
 def as_rows(vectors) -> torch.Tensor: # [rows, dimension] fp32 with norm 1

@@ -46,9 +46,9 @@ def forward_at_last(layer: nn.Module, hidden: Tensor, # [1, tokens, hidden]
     query, key = heads("q", states[:, last]), heads("k", states)
     query, key = rotate(query, query, cos[:, last], sin[:, last])[0], rotate(key, key, cos, sin)[0]
     dropout = getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0
-    found = attend_from_last(query, key, heads("v", states), packed, attention.scaling, dropout,
+    attended = attend_from_last(query, key, heads("v", states), packed, attention.scaling, dropout,
                              attention.config._attn_implementation == "packed_varlen")
-    hidden = hidden[:, last] + attention.o_proj(found)
+    hidden = hidden[:, last] + attention.o_proj(attended)
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 # %% ../../nbs/models/02_last_layer.ipynb #2a77bf87

@@ -29,20 +29,20 @@ def read_llm2vec(folder: Path, base: str, # the adapter's base, whose name decid
                  tokenizer, bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
     "How LLM2Vec would use a folder; ValueError when nothing says whether the model is causal."
     path = folder/"llm2vec_config.json"
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    mode = said.get("pooling_mode", "mean")
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    mode = settings.get("pooling_mode", "mean")
     if mode not in LLM2VEC_POOLINGS:
         raise ValueError(f"{path}: pooling_mode={mode!r}; there are {', '.join(LLM2VEC_POOLINGS)}")
     if mode == "eos_token" and bidirectional is None:
         raise ValueError(f"{path} does not say whether the model is causal; give bidirectional=true for a model of "
                          "LLM2Vec, false for one of Anchor Embedding's authors")
     pooling = LLM2VEC_POOLINGS[mode]
-    if not said.get("skip_instruction", True):
+    if not settings.get("skip_instruction", True):
         pooling = mode.replace("eos_token", "eos").replace("_token", "").replace("bos", "first")
     chat = re.search(r"instruct|chat|-it\b", base.lower()) and tokenizer.chat_template
     head, tail = chat_parts(tokenizer) if chat else ("", "")
     layout = Layout(head, tail.rstrip("\n"), "", layout_of_tokenizer(tokenizer).bos, "chat" if chat else "plain",
-                    "{instruction} {text}", said.get("max_length", 512))
+                    "{instruction} {text}", settings.get("max_length", 512))
     if mode == "eos_token" and not layout.tail.endswith(eos := tokenizer.eos_token):
         layout = replace(layout, tail=layout.tail + " "*(eos == "</s>") + eos, eos=eos)
     return dict(layout=asdict(layout), pooling=pooling, bidirectional=bidirectional is not False)
@@ -68,14 +68,14 @@ ST_POOLINGS = {"cls": "first", "cls_token": "first", "mean": "mean", "mean_token
 
 def st_modules(folder: Path) -> dict: # kind -> its folder
     "The modules of a sentence-transformers folder; ValueError for unsupported ones."
-    found = {part["type"].rpartition(".")[2]: folder/part["path"] for part in json_or_empty(folder/"modules.json")}
-    if not {"Transformer", "Pooling"} <= set(found):
+    parts = {part["type"].rpartition(".")[2]: folder/part["path"] for part in json_or_empty(folder/"modules.json")}
+    if not {"Transformer", "Pooling"} <= set(parts):
         raise ValueError(f"{folder}/modules.json is missing or names no Transformer and Pooling, so this is no folder "
                          "of sentence-transformers; leave kind out, or name the kind that it is")
-    if further := set(found) - {"Transformer", "Pooling", "Normalize"}:
+    if further := set(parts) - {"Transformer", "Pooling", "Normalize"}:
         raise ValueError(f"{folder}/modules.json has {', '.join(sorted(further))}, which is no part of an embedder "
                          "here; use library=sentence-transformers")
-    return found
+    return parts
 
 # %% ../../nbs/models/06_loading.ipynb #913541f6
 def json_or_empty(path: Path) -> dict: # {} if there is no such file
@@ -101,20 +101,20 @@ def st_pooling(folder: Path, settings: dict) -> tuple: # (pooling, are prompts p
 def read_sentence_transformers(folder: Path, tokenizer,
                                bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
     "How sentence-transformers would use a folder; whether attention is causal is in the model's configuration."
-    parts, about = st_modules(folder), json_or_empty(folder/"config_sentence_transformers.json")
+    parts, config = st_modules(folder), json_or_empty(folder/"config_sentence_transformers.json")
     pooling, prompts_count = st_pooling(parts["Pooling"], json_or_empty(parts["Pooling"]/"config.json"))
     longest = (json_or_empty(parts["Transformer"]/"sentence_bert_config.json").get("max_seq_length")
                or min(tokenizer.model_max_length, 2**20))
     layout = layout_of_tokenizer(tokenizer, instruction_format=WHOLE_BEGINNING, max_length=longest,
                                  pool_bos=not prompts_count)
-    measure = about.get("similarity_fn_name") or "cosine"
+    measure = config.get("similarity_fn_name") or "cosine"
     if measure != "cosine" and not (measure == "dot" and "Normalize" in parts):
         raise ValueError(f"{folder}/config_sentence_transformers.json: similarity_fn_name={measure!r}, and vectors are "
                          "compared "
                          "by cosine here; evaluate it with library=sentence-transformers, or write cosine there if "
                          "that will do")
-    prompts = about.get("prompts", {})
-    if default := about.get("default_prompt_name"): prompts = {**prompts, "": prompts.get(default, "")}
+    prompts = config.get("prompts", {})
+    if default := config.get("default_prompt_name"): prompts = {**prompts, "": prompts.get(default, "")}
     return dict(layout=asdict(layout), pooling=pooling if prompts_count else "rest_mean", bidirectional=bidirectional,
                 normalize="Normalize" in parts, prompts=prompts)
 

@@ -148,7 +148,8 @@ def find_model(path: str) -> str: # a folder or hub id with weights or an adapte
     if (folder/"model").is_dir(): return str(folder/"model")
     if (folder/"run.json").is_file():
         raise FileNotFoundError(f"{path} is a run without a finished model; run its stage again, it will resume")
-    runs = sorted(str(found.parent) for found in folder.glob("*/model")) if not (folder/"config.json").is_file() else []
+    runs = sorted(str(config.parent)
+                  for config in folder.glob("*/model")) if not (folder/"config.json").is_file() else []
     if runs:
         raise FileNotFoundError(f"{path} holds no model; did you mean {', '.join(runs)}?")
     return resolve_model(path)

@@ -423,12 +423,12 @@ def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", 
                      **options) -> dict:  # options of `export.export`; its result, with card and checked
     "Export a model and write its card as README.md."
     from anchor_nb.release import export
-    about = dict(ledger=str(ledger), name=name or Path(out).name, license=license, language=language,
+    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, language=language,
                  licences=licences, label=label)
-    gather(str(model), **about)
+    gather(str(model), **details)
     facts = export.export(str(model), str(out), **options)
-    card = write_text(Path(out)/"README.md", model_card(model, out=out, **about))
+    card = write_text(Path(out)/"README.md", model_card(model, out=out, **details))
     if not check: return facts | dict(card=str(card))
     checked = export.check(str(model), str(out), options.get("kind", ""))
-    write_text(card, model_card(model, out=out, checked=checked, **about))
+    write_text(card, model_card(model, out=out, checked=checked, **details))
     return facts | dict(card=str(card), checked=checked, readers=export.readers(out, checked))

@@ -269,14 +269,14 @@ def app(rankers: list,            # of `Ranker`, one or two, over the same corpu
     documents, judged = len(rankers[0].index.ids), dict(corpus.judged)
     models = [dict(name=ranker.name, about=ranker.about, writes=ranker.writes,
                    takes_instruction=ranker.takes_instruction) for ranker in rankers]
-    about = dict(corpus=corpus.name, documents=documents, models=models, instruction=corpus.instruction,
+    description = dict(corpus=corpus.name, documents=documents, models=models, instruction=corpus.instruction,
                  examples=corpus.examples, k=min(k, limits.hits), limits=asdict(limits))
 
     @api.get("/health")
     async def health(): return dict(status="ok", models=len(rankers), documents=documents)
 
     @api.get("/api/about")
-    async def describe(): return about
+    async def describe(): return description
 
     @api.post("/api/search")
     async def find(question: Search):
@@ -314,7 +314,8 @@ def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket: # port: 
 def address(taken: socket.socket) -> str:
     "The URL of a socket."
     host, port = taken.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}"
 
 def web_server(application): # an ASGI application -> a `uvicorn.Server`
     "A server that logs errors only and limits connections."

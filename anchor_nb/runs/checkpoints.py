@@ -46,8 +46,8 @@ def newest_checkpoint(out) -> Path | None: # none: start from the beginning
 # %% ../../nbs/runs/02_checkpoints.ipynb #5fe81ffd
 def drop_checkpoints(out, keep_last: int = 0, keep_every: int = 0):
     "Remove all checkpoints except the newest few and those kept at regular intervals."
-    found = checkpoints(out)
-    for folder in found[:max(0, len(found) - keep_last)]:
+    folders = checkpoints(out)
+    for folder in folders[:max(0, len(folders) - keep_last)]:
         if not keep_every or number_of(folder) % keep_every: shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../nbs/runs/02_checkpoints.ipynb #4840887a
@@ -62,7 +62,8 @@ def locked(out: Path,      # created if needed
         os.register_at_fork(after_in_child=handle.close) # or workers would hold it for seconds after a killed run
         try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process is running {name + ' ' if name else ''}in {out}; wait for it, or choose "
+            what = f"{name} " if name else ""
+            raise ValueError(f"another process is running {what}in {out}; wait for it, or choose "
                              "another out") from None
         yield
 

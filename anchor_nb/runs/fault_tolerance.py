@@ -27,8 +27,9 @@ def check_finite(name: str, value: float, step: int, batch, out: Path): # batch:
     report = Path(out)/"not_finite.json"
     write_text(report, json.dumps(dict(step=step, what=name, value=str(value), dataset=batch.dataset, rows=rows))
                + "\n")
+    shown = ", ".join(map(str, rows[:8])) + ", ..."*(len(rows) > 8)
     raise NotFinite(f"the {name} is {value} in step {step}, whose batch is {len(rows)} rows of {batch.dataset}: "
-                    f"{', '.join(map(str, rows[:8]))}{', ...' if len(rows) > 8 else ''} (all in {report}). "
+                    f"{shown} (all in {report}). "
                     "The checkpoints before it are good; look at these rows, lower learning_rate, or use "
                     "precision=fp32")
 

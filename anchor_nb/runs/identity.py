@@ -37,9 +37,9 @@ def run_content(path: str) -> str: # sha256; empty for a hub id or a short name
 
 def files_content(path: str) -> str: # sha256, of a dataset with its name before it; empty where nothing is there
     "Files as a stage reads them: a dataset is named after its file, and the name chooses instruction and ratio."
-    place, found = Path(path), content_at(path)
+    place, content = Path(path), content_at(path)
     alone = place.is_file() or (place/"state.json").is_file()
-    return f"{place.name} {found}" if found and alone else found
+    return f"{place.name} {content}" if content and alone else content
 
 CONTENT = dict(
     model=model_content,
@@ -50,18 +50,18 @@ CONTENT = dict(
 # %% ../../nbs/runs/05_identity.ipynb #b6f4e320
 def inputs_of(recipe) -> dict: # address such as ("models", "ours") -> (kind of content, path, hub id or name)
     "Everything a recipe reads whose content decides the outcome."
-    found = {}
+    inputs = {}
     def walk(address, kind, value):
         if isinstance(value, dict) and len(address) > 1: # not labels but a model with its options
             value = {name: value[name] for name in ("model", "adapter") if name in value}
-        if isinstance(value, str): found[address] = kind, value
+        if isinstance(value, str): inputs[address] = kind, value
         elif isinstance(value, dict):
-            for name, each in value.items(): walk((*address, name), kind, each)
+            for name, entry in value.items(): walk((*address, name), kind, entry)
         elif isinstance(value, (list, tuple)):
-            for number, each in enumerate(value): walk((*address, number), kind, each)
+            for number, entry in enumerate(value): walk((*address, number), kind, entry)
     for f in fields(recipe):
         if f.metadata["reads"]: walk((f.name,), f.metadata["reads"], getattr(recipe, f.name))
-    return found
+    return inputs
 
 # %% ../../nbs/runs/05_identity.ipynb #53be50b4
 def input_hashes(recipe,           # a recipe
@@ -69,8 +69,8 @@ def input_hashes(recipe,           # a recipe
                 ) -> dict:         # address -> sha256 of what lies there
     "The content of everything a recipe reads, except what its name already identifies."
     known = inputs_of(recipe).items()
-    found = {address: CONTENT[kind](path) for address, (kind, path) in known if not skip(address, path)}
-    return {address: sha256 for address, sha256 in found.items() if sha256}
+    hashes = {address: CONTENT[kind](path) for address, (kind, path) in known if not skip(address, path)}
+    return {address: sha256 for address, sha256 in hashes.items() if sha256}
 
 # %% ../../nbs/runs/05_identity.ipynb #60d4ffd8
 LISTED = ("data", "tasks", "data_root") # whose content a stage lists by itself, dataset by dataset
@@ -78,8 +78,8 @@ LISTED = ("data", "tasks", "data_root") # whose content a stage lists by itself,
 # %% ../../nbs/runs/05_identity.ipynb #c92c18d8
 def inputs_beside(recipe, data: dict) -> dict: # parameter, or parameter.label -> sha256
     "The content of everything a recipe reads that is not listed in `data`."
-    found = input_hashes(recipe, lambda address, path: bool(data) and address[0] in LISTED)
-    return {".".join(map(str, address)): sha256 for address, sha256 in found.items()}
+    hashes = input_hashes(recipe, lambda address, path: bool(data) and address[0] in LISTED)
+    return {".".join(map(str, address)): sha256 for address, sha256 in hashes.items()}
 
 # %% ../../nbs/runs/05_identity.ipynb #eb6238bc
 ENGINE = dict(training=1, encoding=1, scoring=1, corpora=1)
@@ -120,5 +120,5 @@ def with_content(values, address: tuple, sha256: str): # -> the same, with a has
     if not address or isinstance(values, str): return f"sha256:{sha256}"
     first, rest = address[0], address[1:]
     if isinstance(values, list):
-        return [with_content(each, rest, sha256) if n == first else each for n, each in enumerate(values)]
+        return [with_content(entry, rest, sha256) if n == first else entry for n, entry in enumerate(values)]
     return values | {first: with_content(values.get(first, ""), rest, sha256)}

@@ -263,18 +263,18 @@ def launch_many(function, args: tuple, processes: int, run_dir: Path, start_meth
     start = choose_start(function, start_method, torch.cuda.is_initialized() or "bitsandbytes" in sys.modules)
     threads = 1 if start == "fork" else max(1, (os.cpu_count() or 1)//processes)
     folders = [Path(run_dir).resolve()/f"launch-{k}".removesuffix("-0") for k in range(node.count)]
-    shutil.rmtree(own := folders[node.rank], ignore_errors=True)
-    own.mkdir(parents=True)
+    shutil.rmtree(mine := folders[node.rank], ignore_errors=True)
+    mine.mkdir(parents=True)
     began = time.time() - 5 # clocks of nodes differ a little
     slow = {} if check_cuda_p2p_ib_support() else dict(nccl_p2p_disable=1, nccl_ib_disable=1)
     try:
         variables = dict(omp_num_threads=threads, tokenizers_parallelism="false", pytorch_nvml_based_cuda_check=1)
         with guarded_children(), environment(**variables, **slow):
-            start_ranks(Rank(function, own, threads), args, processes, start, node)
+            start_ranks(Rank(function, mine, threads), args, processes, start, node)
     except Exception as error:
         raise explain(error, folders, began) from None
-    result = json.loads((own/"result.json").read_text(encoding="utf-8"))
-    shutil.rmtree(own)
+    result = json.loads((mine/"result.json").read_text(encoding="utf-8"))
+    shutil.rmtree(mine)
     return result
 
 # %% ../../nbs/runs/01_launch.ipynb #65269561

@@ -71,20 +71,21 @@ def other_settings(manifest: dict, recipe) -> list: # sentences
     there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
     there = recipe.fixed | there # which a recipe of today does not name
     changed = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    found = [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in changed]
+    differing = [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in changed]
     made = manifest.get("engine", {})
-    return found + [f"it was made by {part} code {made.get(part, 'without a number')}, and this is {number}"
+    return differing + [f"it was made by {part} code {made.get(part, 'without a number')}, and this is {number}"
                     for part, number in engine_of(stage).items() if made.get(part) != number]
 
 def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty when it is the same run
     "How a run on disk differs from the requested one."
-    if found := other_settings(manifest, recipe): return found
+    if differing := other_settings(manifest, recipe): return differing
     old = {path: facts["sha256"] for path, facts in manifest["data"].items()}
     new = {path: facts["sha256"] for path, facts in (data or {}).items()}
-    if data: found = [f"{path} has changed since" for path in sorted({**old, **new}) if old.get(path) != new.get(path)]
+    if data:
+        differing = [f"{path} has changed since" for path in sorted({**old, **new}) if old.get(path) != new.get(path)]
     before = manifest.get("inputs", {})
     inputs = {".".join(map(str, at)): path for at, (_, path) in inputs_of(recipe).items()}
-    return found + [f"the content of {name} {inputs[name]} has changed since"
+    return differing + [f"the content of {name} {inputs[name]} has changed since"
                     for name, sha256 in inputs_beside(recipe, data).items() if sha256 != before.get(name)]
 
 # %% ../../nbs/runs/06_manifest.ipynb #683db1ed
@@ -147,8 +148,8 @@ def start_run(out: Path,          # the run folder
         write_json(out/"run.json", new_manifest(recipe, data))
         return "new"
     manifest = read_manifest(out)
-    if found := differences(manifest, recipe, data):
-        raise ValueError(f"{out} holds another run: {'; '.join(found)}. Give another out, or delete that folder to "
+    if differing := differences(manifest, recipe, data):
+        raise ValueError(f"{out} holds another run: {'; '.join(differing)}. Give another out, or delete that folder to "
                          "start over")
     if manifest["status"] == "complete": return "done"
     manifest["starts"].append(now())

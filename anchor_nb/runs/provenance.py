@@ -37,12 +37,12 @@ def code_version() -> dict: # version, and in a checkout commit and dirty
 # %% ../../nbs/runs/04_provenance.ipynb #6ddeff44
 def library_versions() -> dict: # name -> version; packages that are not there are left out
     "Versions of Python and of the libraries that decide a result."
-    found = dict(python=platform.python_version())
+    versions = dict(python=platform.python_version())
     for name in ("anchor_nb", "torch", "transformers", "tokenizers", "peft", "accelerate", "datasets", "numpy",
                  "scikit-learn", "sentence-transformers", "mteb", "bm25s"):
-        try: found[name] = version(name)
+        try: versions[name] = version(name)
         except PackageNotFoundError: pass
-    return found
+    return versions
 
 # %% ../../nbs/runs/04_provenance.ipynb #6fc9fe5d
 def gpu_names() -> list: # "name, memory, driver" of each

@@ -67,18 +67,18 @@ STATES = dict(adamw=2, adamw_8bit=2) # values that an optimizer keeps for each w
 def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     "The model's memory, independent of the number of tokens."
     weight = 2 if setup.precision == "pure_bf16" else 4
-    found = {"weights": shape.parameters*weight} | ({"guide": setup.guide} if setup.guide else {})
-    if setup.precision == "bf16": found["bf16 copies"] = 2*(shape.decoder + shape.head*(setup.stage == "stage1"))
-    if setup.stage == "encode": return found
+    parts = {"weights": shape.parameters*weight} | ({"guide": setup.guide} if setup.guide else {})
+    if setup.precision == "bf16": parts["bf16 copies"] = 2*(shape.decoder + shape.head*(setup.stage == "stage1"))
+    if setup.stage == "encode": return parts
     if setup.optimizer not in STATES:
         raise ValueError(f"optimizer={setup.optimizer!r}; the planner knows {', '.join(STATES)}")
-    trained, each = (shape.adapters(setup.rank), 4) if setup.rank else (shape.parameters, weight)
-    if setup.rank: found["adapters"] = trained*each
-    found["gradients"] = trained*each*(1 + (setup.processes > 1 and setup.sharding == "ddp"))
-    found["optimizer"] = trained*STATES[setup.optimizer]*(1 if setup.optimizer == "adamw_8bit" else each)
+    trained, size = (shape.adapters(setup.rank), 4) if setup.rank else (shape.parameters, weight)
+    if setup.rank: parts["adapters"] = trained*size
+    parts["gradients"] = trained*size*(1 + (setup.processes > 1 and setup.sharding == "ddp"))
+    parts["optimizer"] = trained*STATES[setup.optimizer]*(1 if setup.optimizer == "adamw_8bit" else size)
     # the table of embeddings keeps states of 32 bits
-    if setup.optimizer == "adamw_8bit" and not setup.rank: found["optimizer"] += 6*shape.head
-    return one_shard(found, shape, setup) if setup.sharding != "ddp" and setup.processes > 1 else found
+    if setup.optimizer == "adamw_8bit" and not setup.rank: parts["optimizer"] += 6*shape.head
+    return one_shard(parts, shape, setup) if setup.sharding != "ddp" and setup.processes > 1 else parts
 
 def one_shard(found: dict, shape: Shape, setup: Setup) -> dict: # what -> bytes
     "The same under FSDP2: one process's shard, and the layers that are gathered temporarily."
@@ -117,10 +117,10 @@ def memory(shape: Shape, setup: Setup,
            checkpointing: bool = False,
           ) -> dict:                     # what -> bytes
     "The parts of the peak; their sum is what a device must have."
-    found = dict(model_bytes(shape, setup), activations=tokens*activation_bytes(shape, setup, checkpointing))
+    parts = dict(model_bytes(shape, setup), activations=tokens*activation_bytes(shape, setup, checkpointing))
     head = head_bytes(shape, setup, tokens) if setup.stage == "stage1" else 0
     again = tokens*sum(kept_bytes(shape, setup).values()) if checkpointing else 0
-    return {**found, **({"a layer run again": again} if again > head else {"head": head} if head else {})}
+    return {**parts, **({"a layer run again": again} if again > head else {"head": head} if head else {})}
 
 # %% ../../nbs/training/01_memory.ipynb #9cfd1824
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ class Plan:
 def step_flops(shape: Shape, setup: Setup, work: Work, pieces: int = 1, checkpointing: bool = False) -> float:
     "Operations of one process's share of a step, as it is computed."
     lengths, again = work.lengths(setup.stage), checkpointing_share(shape)*checkpointing
-    if setup.stage == "encode": found = forward_flops(shape, lengths, only_last=True)
-    elif setup.stage == "stage1": found = stage1_flops(shape, lengths, lengths, setup.only_last, again)
-    else: found = stage2_flops(shape, lengths, setup.rank, setup.only_last, again or 1 - 1/pieces)
-    return sum(found.values())
+    if setup.stage == "encode": flops = forward_flops(shape, lengths, only_last=True)
+    elif setup.stage == "stage1": flops = stage1_flops(shape, lengths, lengths, setup.only_last, again)
+    else: flops = stage2_flops(shape, lengths, setup.rank, setup.only_last, again or 1 - 1/pieces)
+    return sum(flops.values())
 
 def fitting_tokens(shape: Shape, setup: Setup, room: float, checkpointing: bool = False) -> int:
     "The most tokens of a micro-batch that a number of bytes holds; 0 when not even the model fits."
@@ -211,12 +211,12 @@ def choose(shape: Shape, setup: Setup, work: Work,
            enough: int = ENOUGH,
           ) -> Plan:
     "How to compute a stage on devices like this; ValueError names what would do when nothing fits."
-    found, stage = ways(shape, setup, work, USABLE*free_bytes, enough), setup.stage
-    if not found:
+    candidates, stage = ways(shape, setup, work, USABLE*free_bytes, enough), setup.stage
+    if not candidates:
         need = sum(memory(shape, setup, work.longest(stage), checkpointing=stage != "encode").values())
         raise ValueError(f"{stage} does not fit: it needs {need/1e9:.1f} GB at least, and {USABLE:.0%} of "
                          f"{free_bytes/1e9:.1f} GB may be used; {remedies(shape, setup, work, USABLE*free_bytes)}")
-    fits, checkpointing = found[0]
+    fits, checkpointing = candidates[0]
     whole = checkpointing and stage == "stage2" # then a step must be one piece
     tokens = fits if whole else max(min(fits, at_most or LIMITS[stage]) // 64*64, 1)
     pieces = math.ceil(sum(work.lengths(stage))/tokens)
@@ -303,8 +303,8 @@ def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes 
     while base := base_of(folder): folder = find_model(base) # an adapter is merged into its base
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"): empty = (AutoModelForCausalLM if has_head(config) else AutoModel).from_config(config)
-    each = 2 if on_gpu() and torch.cuda.is_bf16_supported() else 4 # as it is loaded
-    return each*sum(weight.numel() for weight in empty.parameters())
+    size = 2 if on_gpu() and torch.cuda.is_bf16_supported() else 4 # as it is loaded
+    return size*sum(weight.numel() for weight in empty.parameters())
 
 ON_CPU = dict(stage1=512, stage2=2048) # tokens of a micro-batch
 

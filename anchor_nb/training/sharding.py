@@ -48,12 +48,12 @@ def whole(value): # on rank 0 and the CPU; elsewhere None
 
 def whole_state(model: nn.Module, trained_only: bool = False) -> dict: # name -> tensor; empty but on rank 0
     "A model's state dict; tied weights are gathered once."
-    found, by_identity = {}, {}
+    state, by_identity = {}, {}
     for name, value in model.state_dict(keep_vars=True).items():
         if trained_only and not value.requires_grad: continue
         if id(value) not in by_identity: by_identity[id(value)] = whole(value)
-        found[name] = by_identity[id(value)]
-    return found if world()[0] == 0 else {}
+        state[name] = by_identity[id(value)]
+    return state if world()[0] == 0 else {}
 
 # %% ../../nbs/training/03_sharding.ipynb #3aeed765
 def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict: # as `state_dict`; states empty but on rank 0

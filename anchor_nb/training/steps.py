@@ -107,9 +107,9 @@ def draw_shots(table,        # datasets.Dataset of the batch's dataset
                *key,         # seed and step
               ) -> list:     # of `Example`
     "The few-shot examples for the queries of a step."
-    draw, own = generator("shots", *key), set(batch.rows.tolist())
+    draw, taken = generator("shots", *key), set(batch.rows.tolist())
     count = int(draw.integers(most + 1))
-    rows = [row for row in dict.fromkeys(draw.integers(len(table), size=8*count).tolist()) if row not in own][:count]
+    rows = [row for row in dict.fromkeys(draw.integers(len(table), size=8*count).tolist()) if row not in taken][:count]
     return examples(table, batch._replace(rows=np.array(rows)), instructions) if rows else []
 
 # %% ../../nbs/training/04_steps.ipynb #c8405251
