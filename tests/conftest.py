@@ -25,7 +25,7 @@ def litter(folder, names) -> set:
 LONG = dict(slurm="needs a Slurm cluster, which tests/slurm/setup.sh makes; set ANCHOR_NB_SLURM=1",
             soak="takes many minutes; set ANCHOR_NB_SOAK=1",
             registry="asks a package registry for a real model or corpus; set ANCHOR_NB_REGISTRY=1",
-            ranks="trains on three or four processes; set ANCHOR_NB_RANKS=1")
+            ranks="trains on three or four processes, or a whole pipeline on two; set ANCHOR_NB_RANKS=1")
 
 
 def pytest_configure(config):

@@ -38,6 +38,7 @@ def check(out: Path, steps: int):
     assert pictures >= 3
 
 
+@pytest.mark.ranks
 def test_tiny_model_on_two_processes(tmp_path):
     stages(tmp_path, "tiny", "toy", dict(processes=2, steps=4, global_batch=8, warmup_steps=1, max_length=48,
                                          save_steps=2), dict(queries=20, documents=40, max_length=48))
