@@ -24,14 +24,13 @@ def check_same_weights(module: nn.Module):
                            "exchanged as they should be, and this model must not be used")
 
 # %% ../../nbs/training/03_sharding.ipynb #d56b2557
-def shard(module: nn.Module, # what trains, with its model in `lm`
-          device: torch.device,
-         ):
-    "Shard a model's parameters over the ranks, in place; does nothing with a single rank."
+def shard(module: nn.Module): # what trains, with its model in `lm`
+    "Shard a model's parameters over the ranks, in place on their devices; does nothing with a single rank."
     if world()[1] == 1: return
+    from accelerate import PartialState
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh(device.type, (world()[1],))
+    mesh = init_device_mesh(PartialState().device.type, (world()[1],))
     for layer in trunk_of(module.lm).layers: fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
 

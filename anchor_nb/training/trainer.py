@@ -377,7 +377,7 @@ class AnchorTrainer(WholeCheckpoints):
         # a smaller budget cuts stage II in pieces, and GradCache recomputes already
         cached = inputs.stage == "stage2" and self.step.budget < self.plan.micro_tokens
         module = build_model(inputs, checkpoint, self.plan.gradient_checkpointing and not cached)
-        if inputs.module.sharding == "fsdp2": shard(module, args.device)
+        if inputs.module.sharding == "fsdp2": shard(module)
         steps = Steps(inputs.tables, inputs.batches, inputs.instructions, self.step, first, recipe.steps)
         super().__init__(module, args, train_dataset=steps)
         self.remove_callback(PrinterCallback)
