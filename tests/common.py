@@ -75,6 +75,11 @@ def reference(stage, **settings) -> Path:
     return out
 
 
+def files(folder) -> dict:
+    "Every file below a folder and its bytes."
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
 def rows(out) -> list:
     return [json.loads(line) for line in (Path(out)/"metrics.jsonl").read_text().splitlines()]
 

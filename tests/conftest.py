@@ -50,6 +50,13 @@ def project(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    "An empty cache of the test's own."
+    monkeypatch.setenv("ANCHOR_NB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(autouse=True)
 def no_accelerator_is_left():
     "A test that trains in this process must not keep later ones from launching others."

@@ -6,7 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/losses/03_causal_lm.ipynb #21cffb9a
-import torch
 from torch import Tensor
 
 from ..models.backbone import run_packed, trunk_of

@@ -26,7 +26,7 @@ import numpy
 import pandas
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.rows import Example

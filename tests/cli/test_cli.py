@@ -2,10 +2,8 @@
 import json
 import re
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest

@@ -111,8 +111,8 @@ def test_a_run_over_the_model_that_it_starts_from(tmp_path):
 def test_huge_text_keeps_eos_and_trains(tmp_path):
     "A text far over the limit is cut, its [EOS] is not, and the run goes on."
     (tmp_path/"data").mkdir()
-    (tmp_path/"data"/"mine.jsonl").write_text("".join(json.dumps(dict(query="word " * 20_000, positive="文字" * 30_000))
-                                                      + "\n" for _ in range(8)))
+    row = json.dumps(dict(query="word " * 20_000, positive="文字" * 30_000)) + "\n"
+    (tmp_path/"data"/"mine.jsonl").write_text(row * 8)
     settings = recipe(Stage1, tmp_path/"out", data=str(tmp_path/"data"), steps=1)
     formatter = check_inputs(settings).formatter
     tokens, = formatter(["word " * 20_000])

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import re
 import shutil
 import sys
 import tarfile
@@ -20,9 +19,8 @@ import warm
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.models import resolve as resolving
 from anchor_nb.experiments import stages as stage_runs
-from anchor_nb.data import packages
 from anchor_nb.core import redaction
-from anchor_nb.data import corpora, packages as sources, retrieval_sets as tasks
+from anchor_nb.data import packages as sources, retrieval_sets as tasks
 from anchor_nb.inference import corpus_encoding as encoding
 from anchor_nb.runs import launch, manifest as runs
 from anchor_nb.training import trainer as training

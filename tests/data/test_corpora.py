@@ -11,17 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from anchor_nb.data import corpora
 from anchor_nb.data.packages import Item, sha256
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    "An empty cache of the test's own."
-    monkeypatch.setenv("ANCHOR_NB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def files(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+from common import files
 
 
 def test_failed_build_leaves_what_was_there(cache, monkeypatch):

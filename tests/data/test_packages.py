@@ -9,17 +9,7 @@ import pytest
 
 from anchor_nb.data import packages
 from anchor_nb.data.packages import FetchError, Item, Package
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    "An empty cache of the test's own."
-    monkeypatch.setenv("ANCHOR_NB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def files(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+from common import files
 
 
 def fake_client(monkeypatch, content, calls=None):

@@ -8,7 +8,6 @@ import pytest
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.experiments import stages as stage_runs
 from anchor_nb.experiments import figures, report
-from anchor_nb.runs import manifest as runs
 from anchor_nb.evaluation.encoders import Candidate
 from anchor_nb.evaluation.measure import METRICS, Evaluation, save_evaluation
 from anchor_nb.evaluation.scores import evaluation_file, ledger_rows

@@ -12,7 +12,6 @@ from common import toy_pairs
 
 import warm
 from anchor_nb.runs import ledger as ledgers
-from anchor_nb.runs import manifest as runs
 from anchor_nb.experiments import sweeps
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.core.presets import methods

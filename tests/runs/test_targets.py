@@ -133,13 +133,13 @@ def test_nothing_left_is_an_error_with_its_cause(here):
 
 
 def test_texts_that_differ_in_signs_are_different():
-    texts = ["2+2?", "2*2?", "2-2?", "C", "C++", "C#", ":)", ":(", "🙂", "🙁", "?!", "...", "→", "←", "x > 0", "x < 0",
-             "日本", "日本語"]
+    texts = ["2+2?", "2*2?", "2-2?", "C", "C++", "C#", ":)", ":(", "🙂", "🙁",
+             "?!", "...", "→", "←", "x > 0", "x < 0", "日本", "日本語"]
     rows = [dict(query=text, positives=["the same answer to all of these"], negatives=[]) for text in texts]
     rows += [dict(query="the same question for all of these", positives=[text], negatives=[]) for text in texts]
     assert not duplicates.duplicates(rows)
-    same = [dict(query=text, positives=["x y z"], negatives=[]) for text in ("Straße　２", "STRASSE 2", " strasse\t2\n",
-                                                                             "Strasse 2?")]
+    spellings = ("Straße　２", "STRASSE 2", " strasse\t2\n", "Strasse 2?")
+    same = [dict(query=text, positives=["x y z"], negatives=[]) for text in spellings]
     assert {n: kind for n, (_, kind) in duplicates.duplicates(same).items()} == {1: "equal", 2: "equal", 3: "near"}
 
 

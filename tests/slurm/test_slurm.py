@@ -2,7 +2,6 @@
 
 `eval "$(tests/slurm/setup.sh start)"`, then `pytest tests/slurm`, then `tests/slurm/setup.sh stop`.
 """
-import os
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from common import rows, toy_pairs
 
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.runs import manifest as runs
-from anchor_nb.experiments import slurm as submit, sweeps
+from anchor_nb.experiments import slurm as submit
 
 pytestmark = pytest.mark.slurm
 TRAINING = dict(model="tiny", global_batch=8, warmup_steps=2, learning_rate=1e-3, max_length=48, micro_tokens=300)
