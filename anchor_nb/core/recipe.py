@@ -59,6 +59,8 @@ class Training(Recipe):
     global_batch: int = setting(512, "examples of one step over all processes", "paper: global batch size 512",
                                 group="first", bound=">0")
     seed: int = setting(42, "decides the order of the data, adapters and dropout", "authors' code: 42", group="first")
+    columns: dict = setting({}, "columns to read fields from, such as {query: frage, positive: antwort}", "ours",
+                            group="texts")
     ratios: dict = setting({}, "sampling weight by dataset name; missing ones count 1",
                            "authors: their files have the ratios applied already", group="texts")
     instruction_format: str = setting("{instruction}; {text}", "how an instruction and a query are joined",
@@ -282,6 +284,8 @@ class Mine(Recipe):
     last_rank: int = setting(100, "best-ranked other documents to choose among", "gritlm-re: 100")
     choose: str = setting("top", "top takes the best that the limits leave, random draws among them",
                           "NV-Retriever: top", ("top", "random"))
+    columns: dict = setting({}, "columns to read fields from, such as {query: frage, positive: antwort}", "ours",
+                            group="method")
     keep_existing: bool = setting(False, "add new negatives to a row's own; else replace them", "gritlm-re appends")
     incomplete: str = setting("keep", "rows with too few negatives: keep or drop", "ours", ("keep", "drop"))
     format: str = setting("anchor_nb", "JSONL of anchor_nb or gritlm, or columns (parquet, sentence-transformers)",

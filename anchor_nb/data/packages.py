@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.files import new_folder, scratch
-from .rows import sha256
+from .tables import sha256
 
 # %% ../../nbs/data/04_packages.ipynb #272b34bd
 def cache_dir() -> Path:  # the folder, which need not exist yet

@@ -10,7 +10,7 @@ __all__ = ['Retrieval', 'relevant', 'read_retrieval', 'draw', 'subset', 'as_task
 import hashlib, json, re
 from dataclasses import dataclass
 from pathlib import Path
-from .rows import read_lines
+from .tables import read_rows
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #8a6eddb2
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def read_texts(path: Path,             # corpus.jsonl or queries.jsonl
               ) -> dict:               # id -> title and text joined
     "The texts of a BEIR file by id; ValueError names file, line, field and fix."
     texts = {}
-    for place, row in read_lines(path):
+    for place, row in read_rows(str(path)):
         if not isinstance(row, dict):
             raise ValueError(f"{place}: not a JSON object; write {{...}} on each line")
         for name in ("_id", "text"):

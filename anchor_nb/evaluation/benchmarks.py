@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..models.resolve import hub_configured
-from ..data.rows import content_hash
+from ..data.tables import content_hash
 from ..core.recipe import paper
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #046d976b

@@ -160,7 +160,7 @@ def check_model(source: str):
 # %% ../../nbs/evaluation/03_encoders.ipynb #a5ac18a6
 def weights_of(source: str) -> str: # files of a folder, or the commit of a hub id
     "The identity of a model's files; an adapter's base is part of it."
-    from anchor_nb.data.rows import content_hash
+    from anchor_nb.data.tables import content_hash
     from anchor_nb.models.resolve import base_of, find_model
     place = find_model(source)
     if Path(place).is_dir():

@@ -22,7 +22,8 @@ from ..core.progress import progress
 from ..core.settings import Recipe, check_names, identity, setting
 from ..core.redaction import without_secrets
 from ..data.prompts import Prompt
-from ..data.rows import content_hash, file_hash, find_sources, open_table, read_json
+from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines,
+                                   read_json, renamed, slice_rows)
 from ..runs.checkpoints import locked
 from ..runs.identity import ENGINE
 from ..runs.launch import already_launched, find_node, launch, usable_gpus
@@ -73,10 +74,6 @@ class Piece(NamedTuple):
     offset: int   # where they begin: a byte of a JSONL file, a row of a table
     line: int = 0 # of a JSONL file, for messages
 
-def is_lines(source: str) -> bool:
-    "Whether a source is read line by line."
-    return source.endswith((".jsonl", ".json"))
-
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     "The files of a corpus; of a BEIR folder its documents alone."
@@ -90,7 +87,7 @@ def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
 def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the content, list of `Piece`)
     "Cut a source into pieces of `rows` rows, reading it once."
     if not is_lines(source):
-        total = len(open_table(source))
+        total = len(indexed(source))
         return content_hash(source), [Piece(source, first + start, min(rows, total - start), start)
                                       for start in range(0, total, rows)]
     digest, starts, count, offset = hashlib.sha256(), [], 0, 0
@@ -135,10 +132,9 @@ def entry(row: dict,          # as read
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #4691ea9c
 def read_piece(piece: Piece) -> Iterator: # of (location, row as read)
-    "The rows of a piece; ValueError with file and line for invalid JSON."
+    "The rows of a piece; ValueError with file and line for what cannot be read."
     if not is_lines(piece.source):
-        table = open_table(piece.source).select(range(piece.offset, piece.offset + piece.rows))
-        for number, row in enumerate(table, piece.offset): yield f"{piece.source}, row {number}", row
+        yield from slice_rows(piece.source, piece.offset, piece.rows)
         return
     with open(piece.source, "rb") as file:
         file.seek(piece.offset)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from ..core.files import keep_apart, new_folder, write_text
 from ..core.recipe import Mine
-from ..data.rows import content_hash, file_hash, find_sources, generator, load_pairs
+from ..data.rows import generator, load_pairs, pair_columns
+from ..data.tables import content_hash, file_hash, find_sources
 from ..data.writers import MARK, as_columns, check_target, ending, write_pairs
 from ..data.corpora import training_instructions
 from ..runs.launch import usable_gpus

@@ -10,7 +10,7 @@ import hashlib, json
 from dataclasses import fields
 from pathlib import Path
 from .. import __version__
-from ..data.rows import content_hash
+from ..data.tables import content_hash
 from ..core.settings import identity
 from ..core.redaction import without_secrets
 

@@ -21,7 +21,8 @@ from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
 from ..data.prompts import Formatter, pooling_tokens, save_layout
-from ..data.rows import Batches, content_hash, find_sources, load_pairs, strangers
+from ..data.rows import Batches, load_pairs, strangers
+from ..data.tables import content_hash, find_sources
 from ..losses.distillation import check_scale
 from ..losses.infonce import Embedding
 from ..losses.contrastive import sizes_of
@@ -156,7 +157,7 @@ class Inputs(Resolved):
                                                         guide=getattr(recipe, "guide", "")))
         super().__init__(recipe)
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
-        self.tables = load_pairs(recipe.data) # dataset -> its rows
+        self.tables = load_pairs(recipe.data, columns=recipe.columns) # dataset -> its rows
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
         sizes = {name: len(table) for name, table in self.tables.items()}
