@@ -1562,6 +1562,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'anchor_nb/inference/hard_negatives.py'),
                                                     'anchor_nb.inference.hard_negatives.choose': ( 'inference/hard_negatives.html#choose',
                                                                                                    'anchor_nb/inference/hard_negatives.py'),
+                                                    'anchor_nb.inference.hard_negatives.divided': ( 'inference/hard_negatives.html#divided',
+                                                                                                    'anchor_nb/inference/hard_negatives.py'),
                                                     'anchor_nb.inference.hard_negatives.draw': ( 'inference/hard_negatives.html#draw',
                                                                                                  'anchor_nb/inference/hard_negatives.py'),
                                                     'anchor_nb.inference.hard_negatives.instruction_of': ( 'inference/hard_negatives.html#instruction_of',

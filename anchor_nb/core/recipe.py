@@ -49,7 +49,7 @@ class Training(Recipe):
     "Settings of both training stages."
     model: str = setting("smollm2-135m", "folder, hub id or short name of a causal language model",
                          "ours: small enough for a laptop", reads="model", group="first")
-    data: str = setting("", "folder of JSONL or parquet files, one such file, or hf:org/name",
+    data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of such tables, or hf:org/name",
                         "E5 data as the authors prepared it", reads="files", group="first")
     out: str = setting("", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
     instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, or a YAML file", "table 6",
@@ -262,7 +262,7 @@ class Prepare(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class Mine(Recipe):
     "Find hard negatives for pairs, with an embedder or with BM25."
-    data: str = setting("", "folder of JSONL or parquet files, one such file, or hf:org/name", reads="files",
+    data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of such tables, or hf:org/name", reads="files",
                         group="first")
     model: str = setting("smollm2-135m", "embedder that scores (folder, hub id or short name); bm25 scores by words",
                          reads="model", group="first")
@@ -355,7 +355,7 @@ class Analyse(Recipe):
     a: str = setting("", "the model before: run folder, model folder, hub id or short name", "HRSA: base model",
                      reads="run", group="first")
     b: str = setting("", "the model after, likewise", "HRSA: trained model", reads="run", group="first")
-    data: str = setting("", "folder of JSONL or parquet files, one such file, or hf:org/name", reads="files",
+    data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of such tables, or hf:org/name", reads="files",
                         group="first")
     out: str = setting("", "folder of the results: ledger, data of the figures, figures, map", how=True, group="first")
     texts: int = setting(2000, "texts compared, at random; 0: all", "HRSA: 2000", group="first", bound=">=0")

@@ -250,12 +250,14 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
                 remove: str = "queries",
                 all_documents: bool = False, # compare with documents that answer nothing, too
                 format: str = "anchor_nb", # a key of `writers.FORMATS`
+                columns: dict = {}, # our field -> the data's, see `load_pairs`
                ) -> dict:               # datasets: rows, equal, near, contaminated, written; tests: see `contamination`
     "Drop rows that repeat others or overlap with evaluation sets; ValueError or FileNotFoundError names the fix."
     from datasets import concatenate_datasets
     check_dedup(out, threshold, remove, format)
     keep_apart(out, data=data, against=list(against))
-    tests, tables = [read_test(folder, all_documents) for folder in against], load_pairs(data)
+    tests = [read_test(folder, all_documents) for folder in against]
+    tables = load_pairs(data, columns=columns)
     if len({test.name for test in tests}) < len(tests):
         raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one in "
                          "its task.json")

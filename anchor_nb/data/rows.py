@@ -166,9 +166,9 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
 FIELDS = ("query", "positive", "negative", "negatives", "instruction", "positive_scores", "negative_scores", "scores",
           "score", "label") # what `columns` may name
 
-def pair_columns(columns: dict, further: tuple = ()) -> dict: # the same
-    "ValueError for a mapping that names a field which pairs do not have; `further` fields are those of a corpus."
-    return check_columns(columns, (*FIELDS, *further, *filter(NEGATIVE.fullmatch, columns)))
+def pair_columns(columns: dict) -> dict: # the same
+    "ValueError for a mapping that names a field which pairs do not have."
+    return check_columns(columns, (*FIELDS, *filter(NEGATIVE.fullmatch, columns)))
 
 # %% ../../nbs/data/01_rows.ipynb #b2c9aa10
 def parsed(source: str, columns: dict = {}) -> Iterator: # columns: our name -> theirs; -> rows in the common form

@@ -37,15 +37,18 @@ from ..models.resolve import base_of, find_model
 DTYPES = ("float32", "float16", "int8", "binary")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #7c92fd28
+CORPUS = ("text", "title", "id") # what `columns` may name of a corpus
+
 @dataclass(frozen=True, kw_only=True)
 class Encoding(Recipe):
     "What to encode and how; ValueError names the field and the fix."
-    corpus: str = setting("", ".jsonl, .parquet, a folder of them, a BEIR folder, a folder saved by datasets, or "
-                              "hf:org/name", how=True)
+    corpus: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of them, a BEIR folder, a folder saved by "
+                              "datasets, or hf:org/name", how=True)
     model: str = setting("smollm2-135m", "run folder, model folder, adapter folder, hub id or short name", how=True)
     out: str = setting("", "folder of the shards", how=True)
     field: str = setting("", "field with the text; empty: title and text, as in BEIR")
     id_field: str = setting("", "field with the id; empty: _id or id, else the number of the row")
+    columns: dict = setting({}, "columns that hold text, title and id, such as {text: inhalt, id: nr}", "ours")
     dtype: str = setting("float32", "of the stored vectors", choices=DTYPES)
     shard_rows: int = setting(16384, "rows of a shard: what is in memory, and what a kill can cost", "ours")
     instruction: str = setting("", "goes before every text; documents usually have none")
@@ -58,6 +61,7 @@ class Encoding(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
+        check_columns(self.columns, CORPUS)
         # resolved now, or a run begun on a GPU could resume in another precision on a CPU
         if self.precision == "auto": object.__setattr__(self, "precision", "bf16" if usable_gpus() else "fp32")
 
@@ -120,9 +124,10 @@ def entry(row: dict,          # as read
         raise ValueError(f"the row is {type(row).__name__}, not an object; write {{\"_id\": ..., \"text\": ...}}")
     name = field or "text"
     if not isinstance(row.get(name), str):
-        fault = "not text" if name in row else "missing"
+        fault = "missing" if name not in row else "empty" if row[name] is None else "not text"
+        longest = max((key for key in row if isinstance(row[key], str)), key=lambda key: len(row[key]), default="...")
         raise ValueError(f"field {name!r} is {fault}; the row has {sorted(row)}, "
-                         "name the one with the text as field")
+                         f"name the one with the text, such as columns='{{text: {longest}}}'")
     if id_field and row.get(id_field) is None:
         raise ValueError(f"field {id_field!r} is missing; the row has {sorted(row)}, name the one with the id as "
                          "id_field")
@@ -143,12 +148,14 @@ def read_piece(piece: Piece) -> Iterator: # of (location, row as read)
             yield f"{piece.source}, line {number}", read_json(line, piece.source, number)
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #87d35e9d
-def located(pieces: list, field: str = "", id_field: str = "") -> Iterator: # of (location, id, text)
+def located(pieces: list, field: str = "", id_field: str = "",
+            columns: dict = {}) -> Iterator: # see `Encoding`; of (location, id, text)
     "The entries of pieces; ValueError names file, line, field and fix."
+    names = columns | (dict(_id="") if "id" in columns else {})
     for piece in pieces:
         count = 0
         for count, (place, row) in enumerate(read_piece(piece), 1):
-            try: yield place, *entry(row, piece.first + count - 1, field, id_field)
+            try: yield place, *entry(renamed(row, names, (*columns,)), piece.first + count - 1, field, id_field)
             except ValueError as error:
                 raise ValueError(f"{place}, {error}") from None
         if count != piece.rows:
@@ -156,15 +163,15 @@ def located(pieces: list, field: str = "", id_field: str = "") -> Iterator: # of
                              "changed while it was read, run the command again")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #dcccd1ea
-def entries(piece: Piece, field: str = "", id_field: str = "") -> tuple: # (ids, texts)
+def entries(piece: Piece, field: str = "", id_field: str = "", columns: dict = {}) -> tuple: # (ids, texts)
     "The ids and texts of a shard."
-    return tuple(zip(*[(name, text) for _, name, text in located([piece], field, id_field)]))
+    return tuple(zip(*[(name, text) for _, name, text in located([piece], field, id_field, columns)]))
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #3d87686f
-def check_ids(pieces: list, field: str = "", id_field: str = ""):
+def check_ids(pieces: list, field: str = "", id_field: str = "", columns: dict = {}):
     "ValueError names the first duplicate id and both locations; reads the corpus once."
     with tempfile.TemporaryFile() as file: # sorted on the disk: a corpus may be larger than memory
-        ids = (hash(name) for _, name, _ in located(pieces, field, id_field))
+        ids = (hash(name) for _, name, _ in located(pieces, field, id_field, columns))
         while block := array("q", islice(ids, 2**16)): block.tofile(file)
         if not file.tell(): return
         file.flush()
@@ -174,7 +181,7 @@ def check_ids(pieces: list, field: str = "", id_field: str = ""):
             part = values[start:start + 2**16 + 1]
             alike.update(part[1:][part[1:] == part[:-1]].tolist())
     if not alike: return
-    for place, name, _ in located(pieces, field, id_field):
+    for place, name, _ in located(pieces, field, id_field, columns):
         if hash(name) not in alike: continue
         if name in seen:
             raise ValueError(f"{place}: the id {name!r} is already used at {seen[name]}; give every text a unique id, "
@@ -309,7 +316,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
     embedder = AnchorEmbedder.from_pretrained(settings.model, settings.pooling, settings.max_length, device=device,
                                               precision=settings.precision, micro_tokens=settings.micro_tokens)
     pieces = {n: Piece(*pieces[n]) for n in mine}
-    read = lambda n: entries(pieces[n], settings.field, settings.id_field)
+    read = lambda n: entries(pieces[n], settings.field, settings.id_field, settings.columns)
     with closing(ahead(read, mine)) as shares, \
          progress(total=sum(piece.rows for piece in pieces.values()), unit=" texts", disable=rank > 0,
                   desc=f"encode, process {rank + 1} of {world}") as bar:
@@ -345,7 +352,8 @@ def register(out: Path, manifest: dict, first: bool = True): # first: does this 
         return first and write_synced(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
     def decisive(manifest): # what the embedder's identity says already is left out of the settings
         repeated = ("instruction", "role", "pooling", "max_length")
-        settings = {name: value for name, value in manifest["settings"].items() if name not in repeated}
+        settings = {name: value for name, value in manifest["settings"].items() if name not in repeated
+                    and (name, value) != ("columns", {})} # which earlier versions did not have
         return dict(corpus=manifest["corpus"]) | manifest.get("embedder", {}) | settings
     if changed := differences(decisive(json.loads(path.read_text(encoding="utf-8"))), decisive(manifest)):
         raise ValueError(f"{out} holds another encoding, which differs in {changed}; choose another out, or delete "
@@ -370,7 +378,8 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
     first, shared = shared_run()
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)
-        if first and not (Path(out)/"manifest.json").exists(): check_ids(pieces, settings.field, settings.id_field)
+        if first and not (Path(out)/"manifest.json").exists(): 
+            check_ids(pieces, settings.field, settings.id_field, settings.columns)
         register(out, manifest, first)
         before = finished(out, len(pieces))
         todo = [n for n in range(len(pieces)) if shared or n not in before]

@@ -89,11 +89,12 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
                  format: str = "anchor_nb", # a key of `writers.FORMATS`
                  instructions: str = "paper", # as in training: paper, none, or a YAML file
                  max_length: int = 0, # tokens of a text; 0: what the checkpoint says, else 512
+                 columns: dict = {}, # our field -> the data's, see `load_pairs`
                 ) -> dict:       # dataset -> rows, below, above, written, quantiles, histogram
     "Keep rows or negatives between two margins; ValueError or FileNotFoundError names the fix."
     check_ends(minimum, maximum, each, format, out)
     keep_apart(out, data=data)
-    tables, report, embedder = load_pairs(data), {}, None
+    tables, report, embedder = load_pairs(data, columns=columns), {}, None
     check_target(out, tables, format, ("report.json",))
     if model:
         keep_apart(out, model=[model, *chain(find_model(model))])

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from ..core.files import keep_apart, new_folder, write_text
 from ..core.recipe import Mine
-from ..data.rows import generator, load_pairs, pair_columns
+from ..data.rows import generator, load_pairs
 from ..data.tables import content_hash, file_hash, find_sources
 from ..data.writers import MARK, as_columns, check_target, ending, write_pairs
 from ..data.corpora import training_instructions
 from ..runs.launch import usable_gpus
 from ..models.embedder import chain
 from ..models.resolve import find_model
-from .corpus_encoding import (Encoded, Encoding, corpus_sources, encode_corpus, located, planned,
-                                                 survey_all, vector_identity)
+from .corpus_encoding import (CORPUS, Encoded, Encoding, corpus_sources, encode_corpus, located,
+                                                 planned, survey_all, vector_identity)
 from .search import Top
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #d2a20e97
@@ -128,6 +128,12 @@ def key_of(text: str) -> bytes:
     "Equal for texts that differ in case and spacing only."
     return hashlib.blake2b(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
+# %% ../../nbs/inference/02_hard_negatives.ipynb #5e0cd1c0
+def divided(columns: dict) -> tuple: # (those of pairs, those of a corpus)
+    "What `columns` says of the pairs, and of the corpus that negatives come from."
+    corpus = {name: named for name, named in columns.items() if name in CORPUS}
+    return {name: named for name, named in columns.items() if name not in corpus}, corpus
+
 # %% ../../nbs/inference/02_hard_negatives.ipynb #b84773fe
 class Pool:
     "Distinct texts in a file, each with a number: its row in the file."
@@ -161,7 +167,8 @@ def pool_texts(table: Iterable, # rows in the common form
         answers[query].update(dict.fromkeys(positives))
         kept = [pool.add(text) for text in row["negatives"]] if recipe.keep_existing else []
         rows.append((query, positives, kept))
-    for *_, text in located(survey_all(recipe.corpus, 16384)[2]) if recipe.corpus else (): pool.add(text)
+    pieces = survey_all(recipe.corpus, 16384)[2] if recipe.corpus else ()
+    for *_, text in located(pieces, columns=divided(recipe.columns)[1]): pool.add(text)
     known, counts = [], []
     for query, positives, kept in rows:
         positives = positives + [n for n in answers[query] if n not in positives]
@@ -312,7 +319,7 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
     model = [] if recipe.model == "bm25" else [recipe.model, *chain(find_model(recipe.model))]
     for target in filter(None, (recipe.out, recipe.vectors)):
         keep_apart(target, data=recipe.data, corpus=recipe.corpus, model=model)
-    tables, sources = load_pairs(recipe.data), find_sources(recipe.data)
+    tables, sources = load_pairs(recipe.data, columns=divided(recipe.columns)[0]), find_sources(recipe.data)
     check_target(recipe.out, tables, recipe.format, ("report.json", "texts"))
     if recipe.corpus: corpus_sources(recipe.corpus)
     if recipe.format == "columns":

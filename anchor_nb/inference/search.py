@@ -16,11 +16,12 @@ import torch
 from torch.nn import functional as F
 from .. import __version__
 from ..core.files import damage, keep_apart, new_folder, seal, write_text
+from ..data.tables import check_columns
 from ..core.redaction import without_secrets
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, unboxed, whole_number
 from ..models.embedder import AnchorEmbedder
-from .corpus_encoding import (Encoded, corpus_sources, differences, loaded, located,
+from .corpus_encoding import (CORPUS, Encoded, corpus_sources, differences, loaded, located,
                                                  survey_all, vector_identity)
 
 # %% ../../nbs/inference/01_search.ipynb #4d2d1b0a
@@ -206,12 +207,12 @@ def load(cls, embedder: AnchorEmbedder, # the one that it was made with
 Index.save, Index.load = save, classmethod(load)
 
 # %% ../../nbs/inference/01_search.ipynb #d821bc0f
-def read_corpus(corpus: str, field: str = "",
-                id_field: str = "") -> tuple: # (id: text, hashes of its files); see `Encoding` for the fields
+def read_corpus(corpus: str, field: str = "", id_field: str = "", columns: dict = {}, # see `Encoding`
+               ) -> tuple: # (id: text, hashes of its files)
     "All documents of a corpus; ValueError names file, line and fix."
     _, hashes, pieces = survey_all(corpus, 16384)
     documents = {}
-    for place, name, text in located(pieces, field, id_field):
+    for place, name, text in located(pieces, field, id_field, check_columns(columns, CORPUS)):
         if name in documents:
             raise ValueError(f"{place}: the id {name!r} occurs twice; give every text a unique id, or name another "
                              "field as id_field")
@@ -230,7 +231,8 @@ def from_shards(cls, embedder: AnchorEmbedder,
     encoded = Encoded(str(folder))
     refuse_other(folder, encoded.manifest.get("embedder", {}), identity(embedder))
     settings, contents = encoded.manifest["settings"], [source["sha256"] for source in encoded.manifest["corpus"]]
-    documents, given = read_corpus(corpus, settings["field"], settings["id_field"]) if corpus else ({}, contents)
+    documents, given = read_corpus(corpus, settings["field"], settings["id_field"],
+                                   settings.get("columns", {})) if corpus else ({}, contents)
     if given != contents:
         raise ValueError(f"corpus={corpus} is not what {folder} was made from; give that corpus, or encode this one")
     ids, vectors = zip(*encoded)
@@ -278,14 +280,16 @@ def open_index(embedder: AnchorEmbedder,
                keep: str = "",        # of a corpus: folder of the index, made or used again; empty: do not store it
                texts: str = "",       # of shards: the corpus that they were made from
                field: str = "", id_field: str = "", truncate_dim: int = 0, show_progress_bar: bool = False,
+               columns: dict = {},    # of a corpus: the columns of text, title and id
               ) -> Index:
     "An index of the documents at a path; ValueError if `keep` holds an index of other documents."
     stored = (Path(corpus)/MANIFEST).is_file()
-    check_unused(corpus, stored, keep=keep, field=field, id_field=id_field, texts=texts, truncate_dim=truncate_dim)
+    check_unused(corpus, stored, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
+                 truncate_dim=truncate_dim)
     if stored: return Index.load(embedder, corpus)
     if keep: keep_apart(keep, corpus=corpus, texts=texts)
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
-    documents, _ = read_corpus(corpus, field, id_field)
+    documents, _ = read_corpus(corpus, field, id_field, columns)
     if keep and (Path(keep)/MANIFEST).is_file(): return reopen(embedder, keep, documents, truncate_dim)
     index = Index(embedder, documents, truncate_dim=truncate_dim, show_progress_bar=show_progress_bar)
     if keep: index.save(keep)
@@ -298,7 +302,7 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
                   k: int = 10,           # documents for each query
                   instruction: str = "", # of the task, for queries
                   keep: str = "", texts: str = "", field: str = "", id_field: str = "", truncate_dim: int = 0,
-                  show_progress_bar: bool = False,
+                  show_progress_bar: bool = False, columns: dict = {},
                   **how,                 # for `AnchorEmbedder.from_pretrained`
                  ) -> list[dict]:        # for each query {"query", "hits": [{"id", "score", "text"}]}
     "Load a model, index a corpus, and answer queries; what can be checked before loading the model is."
@@ -309,6 +313,6 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
     check_corpus(corpus)
     if keep: keep_apart(keep, corpus=corpus, texts=texts)
     index = open_index(AnchorEmbedder.from_pretrained(model, **how), corpus, keep, texts, field, id_field, truncate_dim,
-                       show_progress_bar)
+                       show_progress_bar, columns)
     matches = index.search(queries, k, instruction)
     return [dict(query=query, hits=[hit._asdict() for hit in hits]) for query, hits in zip(queries, matches)]
