@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/cli/05_models.ipynb #105313bf
 import typer
 
-from anchor_nb.core.settings import from_yaml
+from anchor_nb.core.settings import coerce, from_yaml
 from anchor_nb.experiments.torchrun import read_pairs
 from anchor_nb.cli.app import (MODEL_HELP, START, TEXT, USE, AsJson, answering, app, argument, option,
                                printable)
@@ -33,18 +33,22 @@ def doctor(online: option(bool, "ask the model hub whether it is there; else not
 # %% ../../nbs/cli/05_models.ipynb #df656516
 @app.command("search", rich_help_panel=USE)
 def search(model: Model,
-           corpus: argument(str, "JSONL, parquet, a BEIR folder, shards of `anchor-nb encode`, or a kept index"),
+           corpus: argument(str, "a table (CSV, JSONL, parquet ...), a BEIR folder, shards of `anchor-nb encode`, or a kept "
+                                 "index"),
            queries: argument(list[str], "one or more"), k: option(int, "texts for each query", "--k", "-k") = 10,
            instruction: option(str, "of the task, for queries") = "",
            index: option(str, "keep the index in this folder, and use it the next time") = "",
            texts: option(str, "of shards: the corpus they were made from") = "",
            field: option(str, "of a row: its text; default: text, with the title before it") = "",
            id_field: option(str, "of a row: its id") = "",
-           truncate_dim: option(int, "keep so many numbers of a vector; 0: all") = 0, as_json: AsJson = False):
+           truncate_dim: option(int, "keep so many numbers of a vector; 0: all") = 0,
+           columns: option(str, "columns that hold our fields, such as '{text: inhalt, id: nr}'", "--columns") = "",
+           as_json: AsJson = False):
     "The texts of a corpus that are nearest to a query."
     from anchor_nb.inference.search import search_corpus
     with answering(as_json) as answer:
-        results = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim)
+        results = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim,
+                                columns=coerce("columns", columns, dict) if columns else {})
         line = lambda hit: f"  {hit['score']:.3f}  {hit['id']}  {' '.join(hit['text'].split())[:100]}"
         lines = [text for answers in results for text in (answers["query"], *map(line, answers["hits"]))]
         answer(dict(queries=results), *map(printable, lines))
