@@ -181,9 +181,10 @@ def sheet_rows(path) -> Iterator: # of (place in the file, row)
                          '"anchor_nb[spreadsheets]", or save it as CSV')
     import pandas
     from zipfile import BadZipFile
-    try: rows = pandas.read_excel(path, dtype=str, na_filter=False, header=None).to_numpy().tolist()
+    try: table = pandas.read_excel(path, dtype=str, na_filter=False, header=None, engine="openpyxl")
     except (BadZipFile, KeyError):
         raise ValueError(f"{path} is damaged, or no .xlsx file; save it again, or as CSV") from None
+    rows = table.to_numpy().tolist()
     header = header_of(rows[0] if rows else [], path, 1)
     for number, cells in enumerate(rows[1:], 2):
         if any(map(str.strip, cells)): yield f"row {number}", row_of(header, cells)

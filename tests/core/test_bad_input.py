@@ -43,7 +43,7 @@ def test_faulty_line(line, expected, tmp_path):
 
 def test_empty_folder(tmp_path):
     (tmp_path/"data").mkdir()
-    assert "holds no .jsonl or .parquet file" in refused(tmp_path, data=str(tmp_path/"data"))
+    assert "holds no table" in refused(tmp_path, data=str(tmp_path/"data"))
 
 
 def test_empty_file(tmp_path):
@@ -139,7 +139,7 @@ def test_data_changed_under_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("change, expected", [
-    (dict(data="EMPTY"), "holds no .jsonl or .parquet file"),
+    (dict(data="EMPTY"), "holds no table"),
     (dict(processes=9, global_batch=8), "global_batch=8 leaves some of 9 processes without an example"),
     (dict(attention="flash_attention_2"), "attention=auto runs everywhere")], ids=["data", "batch", "attention"])
 def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):

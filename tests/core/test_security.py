@@ -25,7 +25,8 @@ from anchor_nb.inference import corpus_encoding as encoding
 from anchor_nb.runs import launch, manifest as runs
 from anchor_nb.training import trainer as training
 from anchor_nb.models.backbone import add_lora, load_backbone
-from anchor_nb.data.rows import load_pairs, open_table
+from anchor_nb.data.rows import load_pairs
+from anchor_nb.data.tables import open_table
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.resolve import find_model
 from anchor_nb.evaluation.encoders import Candidate, load

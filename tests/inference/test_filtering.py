@@ -2,7 +2,8 @@
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.data.rows import find_sources, parsed
+from anchor_nb.data.rows import parsed
+from anchor_nb.data.tables import find_sources
 from anchor_nb.inference.filtering import filter_pairs, filtered, margins
 from anchor_nb.models.embedder import AnchorEmbedder
 from common import toy_pairs

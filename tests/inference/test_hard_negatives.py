@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from anchor_nb.inference import hard_negatives as mining
-from anchor_nb.data.rows import find_sources, parsed
+from anchor_nb.data.rows import parsed
+from anchor_nb.data.tables import find_sources
 from anchor_nb.inference.hard_negatives import Pool, ceiling, choose, draw, key_of, mine, nearest, pool_texts
 from anchor_nb.core.recipe import Mine
 from anchor_nb.experiments.stages import run_stage

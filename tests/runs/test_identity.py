@@ -11,7 +11,7 @@ from common import check_pinned
 from anchor_nb.runs import ledger, manifest as runs
 from anchor_nb.experiments import sweeps
 from anchor_nb.data.corpora import build_corpus
-from anchor_nb.data.rows import content_hash
+from anchor_nb.data.tables import content_hash
 from anchor_nb.runs.identity import ENGINE, engine_of, hashed_out, input_hashes, inputs_of, settings_of
 from anchor_nb.core.recipe import RECIPES, Stage2
 

@@ -10,7 +10,7 @@ from anchor_nb.analysis import analyse as analysis
 from anchor_nb.data import deduplication as duplicates
 from anchor_nb.inference import filtering as filters, hard_negatives as mining
 from anchor_nb.models.resolve import resolve_model
-from anchor_nb.data.rows import find_sources
+from anchor_nb.data.tables import find_sources
 from anchor_nb.inference.corpus_encoding import encode_corpus
 from anchor_nb.release.export import export
 from anchor_nb.release.merging import merge_models

@@ -1,0 +1,135 @@
+"Any table as rows: the same rows from every format, and a message with file, line and fix for whatever is wrong."
+import bz2
+import gzip
+import json
+import lzma
+import random
+
+import pandas
+import pytest
+
+from anchor_nb.data.inspection import inspect_pairs
+from anchor_nb.data.rows import load_pairs, parsed
+from anchor_nb.data.splitting import group_rows, split_pairs
+from anchor_nb.data.tables import find_sources, indexed, is_lines, read_rows, slice_rows
+
+ROWS = [dict(query="Wie heißt\ndas Haus?", positive='Das "Haus"; es heißt so.', negative="Nein, anders\tgesagt"),
+        dict(query="5", positive="fünf", negative=None)] * 3
+
+
+def written(path):
+    "The rows in the format that the suffix of `path` names."
+    table, lines = pandas.DataFrame(ROWS), "".join(json.dumps(row) + "\n" for row in ROWS)
+    name = path.name
+    if name.startswith("list"): lines = json.dumps(ROWS, indent=1)
+    if name.startswith("held"): lines = json.dumps(dict(version=1, rows=ROWS))
+    if ".csv" in name: lines = table.to_csv(index=False, sep=";" if name.startswith("german") else ",")
+    if ".tsv" in name: lines = table.to_csv(index=False, sep="\t")
+    content = lines.encode("utf-8-sig" if name.startswith("mark") else "utf-8")
+    for suffix, packed in ((".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)):
+        if name.endswith(suffix): content = packed(content)
+    if name.endswith(".zst"):
+        import pyarrow
+        content = pyarrow.compress(content, "zstd", asbytes=True)
+    table.to_parquet(path) if name.endswith(".parquet") else path.write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "german.csv", "mark.csv.gz", "A.CSV", "a.tsv", "a.tsv.xz", "a.jsonl",
+                                  "a.ndjson.bz2", "mark.jsonl.zst", "list.json", "held.json.gz", "lines.json",
+                                  "a.parquet"])
+def test_the_same_rows_from_every_format(name, tmp_path):
+    source = written(tmp_path/name)
+    read = list(read_rows(source))
+    assert [row for _, row in read] == ROWS and all(place.startswith(f"{source}, ") for place, _ in read)
+    assert len({place for place, _ in read}) == len(ROWS)
+    assert find_sources(str(tmp_path)) == find_sources(source) or name.startswith("held")
+    if not is_lines(source):
+        assert len(indexed(source)) == len(ROWS)
+        assert [*slice_rows(source, 1, 2), *slice_rows(source, 3, 3)] == read[1:]
+    table, = load_pairs(source, tmp_path/"cache").values()
+    assert table["positives"][:2] == [[row["positive"]] for row in ROWS[:2]]
+    assert table["negatives"][:2] == [[ROWS[0]["negative"]], []]
+
+
+COLUMNS = dict(query="frage", positive="antwort")
+
+@pytest.mark.parametrize("name, content, columns, expected", [
+    ("a.csv", "frage,antwort\na,b\n", {}, "line 2, field 'query' is missing; the fields are frage, antwort"),
+    ("a.csv", "frage,antwort\na,b\n", {}, "columns='{query: frage, positive: antwort}'"),
+    ("a.csv", "frage:antwort\na:b\n", {}, "the fields are frage:antwort"),
+    ("a.csv", "Who wrote it?,She wrote it.\nWho?,She.\n", {}, "which looks like a row; begin the file with a header"),
+    ("a.csv", "frage,antwort\na,b\nc,\n", COLUMNS, "line 3, field 'positive' is empty"),
+    ("a.csv", "frage,antwort\na,b\n", dict(query="fragen"), "line 2: columns says query is 'fragen', and the row has"),
+    ("a.csv", "frage,antwort\na,b\n", COLUMNS | dict(negative="falsch"), "columns names falsch, which no row has; the"),
+    ("a.csv", "frage,antwort\na,b\n", dict(frage="query"), "columns has no field 'frage'; write our name first"),
+    ("a.csv", "query,positive,label\na,b,1\n", {}, "hide it with columns='{label: }'"),
+    ("a.csv", "query,positive\na,b\nc d,\ne,f,g\n", {}, "line 3, field 'positive' is empty"),
+    ("a.csv", "query,positive\na,b\nc,d\ne,f,g\n", {}, "line 4: 3 cells, and the header has 2"),
+    ("a.csv", 'query,positive\na,"b\nc,d\n', {}, "line 2: a quote that opens in this row is never closed"),
+    ("a.csv", "query,positive\ncafé,b\n".encode("latin-1"), {}, "line 2: not UTF-8 (byte 0xe9 after 'caf')"),
+    ("a.csv", "query,positive\na,b\n".encode("utf-16"), {}, "line 1: UTF-16, not UTF-8"),
+    ("a.jsonl", '{"query": 3, "positive": "b"}\n', {}, "line 1, field 'query' is int, not text"),
+    ("a.json", '[{"query": "a", "positive": 3}]', {}, "item 1, field 'positive' is int, not text"),
+    ("a.json", '[{"query": "a",\n "positive" 3}]', {}, "line 2: not valid JSON"),
+    ("a.json", '{"query": {"0": "a"}, "positive": {"0": "b"}}', {}, "ordered by columns, not by rows"),
+    ("a.csv.gz", gzip.compress(random.Random(0).randbytes(9999).hex().encode())[:-99], {},
+     "is damaged or breaks off after line"),
+    ("a.csv.gz", b"query,positive\n", {}, "is damaged or breaks off after line 0"),
+    ("a.csv", "query,positive\n", {}, "holds no row"), ("a.csv", "", {}, "holds no row")])
+def test_what_is_wrong_has_its_place_and_its_fix(name, content, columns, expected, tmp_path):
+    (tmp_path/name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as caught: load_pairs(str(tmp_path/name), tmp_path/"cache", columns)
+    assert expected in str(caught.value) and name in str(caught.value) or expected.startswith("columns has no")
+
+
+def test_fields_are_renamed_collected_and_hidden(tmp_path):
+    (tmp_path/"a.csv").write_text("query,antwort,falsch 1,falsch 2,label\na,b,c,,3\nd,e,f,g,4\n")
+    columns = dict(positive="antwort", negatives=["falsch 1", "falsch 2"], label="")
+    rows = list(parsed(str(tmp_path/"a.csv"), columns))
+    assert [(row["query"], row["positives"], row["negatives"]) for row in rows] == [
+        ("a", ["b"], ["c"]), ("d", ["e"], ["f", "g"])]
+    first = load_pairs(str(tmp_path/"a.csv"), tmp_path/"cache", columns)["a"]
+    turned = load_pairs(str(tmp_path/"a.csv"), tmp_path/"cache", columns | dict(positive="query", query="antwort"))["a"]
+    assert first["query"][:] == ["a", "d"] and turned["query"][:] == ["b", "e"] # each mapping has its own cache
+
+
+def test_all_faults_of_a_table_in_one_list(tmp_path):
+    lines = ["query,positive", "a?,An answer.", ",b", "c?,", "d?,nan", "e?,Half of", "f,g,h", "i?,never read"]
+    (tmp_path/"a.csv").write_text("\n".join(lines))
+    facts = inspect_pairs(str(tmp_path/"a.csv"))["datasets"]["a"]
+    assert (facts["usable"], facts["faulty"], facts["odd"]) == (3, 3, 1)
+    assert [fault.split(":")[0].split(",")[0] for fault in facts["faults"]] == ["line 3", "line 4", "line 7"]
+    assert "nothing after it was read" in facts["faults"][-1]
+
+
+def test_a_split_keeps_documents_and_near_duplicates_apart(tmp_path):
+    "Whatever the order of the rows; twice the same bytes."
+    draw = random.Random(0)
+    words = [f"word{n}" for n in range(500)]
+    text = lambda: " ".join(draw.choices(words, k=40))
+    documents = [text() for _ in range(60)]
+    rows = [dict(query=f"{text()} {n}?", positive=documents[n % 60] + (" more" if n % 3 else "")) for n in range(240)]
+    for name, some in (("a", rows), ("b", rows[::-1])):
+        (tmp_path/f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        facts = split_pairs(str(tmp_path/f"{name}.jsonl"), str(tmp_path/name), queries=20)
+        assert (facts["groups"], facts["queries"], facts["pairs"][name]) == (60, 20, 220)
+    read = lambda path: [json.loads(line) for line in open(tmp_path/path)]
+    asked = [{row["text"] for row in read(f"{name}/exam/queries.jsonl")} for name in "ab"]
+    assert asked[0] == asked[1]
+    train, texts = read("a/pairs/a.jsonl"), {row["_id"]: row["text"] for row in read("a/exam/corpus.jsonl")}
+    pairs = [line.split("\t") for line in open(tmp_path/"a/exam/qrels/test.tsv").read().splitlines()[1:]]
+    stem = lambda text: text.removesuffix(" more")
+    assert not {stem(texts[pair[1]]) for pair in pairs} & {stem(row["positive"]) for row in train}
+    assert len(texts) == len({row["positive"] for row in rows})
+    again = split_pairs(str(tmp_path/"a.jsonl"), str(tmp_path/"again"), queries=20)
+    assert again["queries"] == 20
+    for file in (tmp_path/"a"/"exam").rglob("*.*l"): # byte for byte
+        assert file.read_bytes() == (tmp_path/"again"/file.relative_to(tmp_path/"a")).read_bytes()
+
+
+def test_rows_of_one_template_are_grouped_in_time():
+    "A large group of near-duplicates is joined without comparing all its pairs."
+    rows = [dict(query=f"q{n}", positives=["the same long sentence about nothing at all, repeated in every single row "
+                                           f"of this table, and then number {n}"]) for n in range(1500)]
+    assert len(group_rows(rows)) == 1
