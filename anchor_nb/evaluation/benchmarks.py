@@ -6,13 +6,13 @@
 __all__ = ['names', 'find_tasks', 'check_data', 'instructions_for', 'instructions_id']
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #d2e02b49
-import copy, difflib, hashlib, json, logging, re, warnings
+import copy, hashlib, json, logging, re, warnings
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
-from ..models.resolve import hub_configured
+from ..core.names import hub_has, near_names, near_paths
 from ..data.rows import content_hash
 from ..core.recipe import paper
 
@@ -39,9 +39,8 @@ def names() -> dict: # name -> one sentence
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #6ed3cdcd
 def nearest(name: str, known) -> str: # "; did you mean 'A' or 'B'?" or a full stop
     "The end of an error message: known names like this one."
-    by_lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(repr(by_lower[other]) for other in close)}?" if close else "."
+    close = near_names(name, known, 0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #b86ab470
 def benchmark_tasks(name: str) -> list: # one of `names()` -> mteb's task objects
