@@ -140,6 +140,14 @@ def split_off(folder: str) -> tuple: # (folder, split; empty: not asked for)
     path, _, split = str(folder).rpartition(":")
     return (path, split) if path and not Path(folder).exists() else (str(folder), "")
 
+def set_in(folder: Path) -> Path: # the same, or its only evaluation set
+    "The evaluation set that a run of prepare, or a corpus, stands for; ValueError where it has several."
+    if texts_file(folder, "corpus") or not (folder/"eval").is_dir(): return folder
+    inside = [path for path in (folder/"eval", *sorted((folder/"eval").iterdir())) if texts_file(path, "corpus")]
+    if len(inside) > 1:
+        raise ValueError(f"{folder} holds several evaluation sets; name one: {', '.join(map(str, inside))}")
+    return inside[0] if inside else folder
+
 def texts_file(folder: Path, name: str) -> Path | None: # name: corpus or queries
     "The file of texts in a folder, if there is one."
     return next((path for form in (".jsonl", ".jsonl.gz", ".parquet") if (path := Path(folder)/(name + form)).is_file()),
@@ -167,7 +175,7 @@ def read_retrieval(folder: Path,   # holds corpus.jsonl, queries.jsonl and judge
                   ) -> Retrieval:
     "The task of a folder; FileNotFoundError or ValueError name all that is wrong with it, and the fix."
     place, wanted = split_off(folder)
-    place = Path(place)
+    place = set_in(Path(place))
     faults = Faults(place)
     split = choose_split(place, wanted, faults)
     check_present(place, faults)
@@ -299,6 +307,9 @@ def as_task(retrieval: Retrieval,     # the task in memory
         qrels = {query: dict(judged) for query, judged in retrieval.qrels.items()}
         return {"default": {"test": dict(corpus=table(retrieval.corpus), queries=table(retrieval.queries),
                                          top_ranked=candidates, relevant_docs=qrels)}}
+    if retrieval.source:
+        read = f"{len(retrieval.queries)} queries of {retrieval.source}, {len(retrieval.corpus)} documents"
+        about = dict(description=read) | about
     data = revision(retrieval.corpus, retrieval.queries, retrieval.qrels, candidates, retrieval.instruction)
     score, kind = ("ndcg_at_10", {}) if candidates is None else ("map_at_1000", dict(type="Reranking"))
     return make_task("Retrieval", retrieval.name, fill, data, score, retrieval.instruction, kind | about,

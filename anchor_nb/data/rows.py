@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Iterator
 import numpy as np
 from ..core.files import RECORD, damage, seal
+from ..core.names import near_paths, product_of
 
 # %% ../../nbs/data/01_rows.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # field names of the query, in order of preference
@@ -253,6 +254,7 @@ def find_sources(data: str, # a folder, a file, or a dataset id
                 ) -> dict:  # dataset name -> source
     "The datasets of `data`, by name and in alphabetical order."
     check_name(data)
+    data = product_of(data)
     path = Path(data)
     if data.startswith("hf:"): return {data.split("/")[-1].partition(":")[0]: data}
     if path.is_file():
@@ -260,8 +262,9 @@ def find_sources(data: str, # a folder, a file, or a dataset id
         fix = how_to_read(path) or "write one JSON object per line, and name the file .jsonl"
         raise ValueError(f"{path} is neither JSONL nor parquet; {fix}")
     if not path.is_dir():
-        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet "
-                                "files, or hf:org/name for a dataset on the hub")
+        near = f"did you mean {' or '.join(near_paths(data))}?" if near_paths(data) else ""
+        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; " + (
+            near or "give a folder of .jsonl or .parquet files, or hf:org/name for a dataset on the hub"))
     if (path/"state.json").is_file(): return {path.name: str(path)}
     if (path/"dataset_dict.json").is_file():
         splits = sorted(file.parent.name for file in path.glob("*/state.json"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
 from ..core.names import hub_has
-from ..models.resolve import BUILT_MODELS, find_model, spellings
+from ..models.resolve import BUILT_MODELS, MODELS, find_model, spellings
 from ..data.prompts import LAYOUT_FILE
 from ..models.loading import KINDS, WHOLE_BEGINNING, kind_of, json_or_empty
 from ..runs.identity import ENGINE, engine_of
