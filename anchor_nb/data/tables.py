@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Iterator
 from ..core.files import RECORD, damage, seal
+from ..core.names import near_paths, product_of
 
 # %% ../../nbs/data/00_tables.ipynb #d3525e3c
 def open_zst(path): # -> a binary file
@@ -389,6 +390,7 @@ def find_sources(data: str, # a folder, a file, a saved dataset with an optional
                 ) -> dict:  # dataset name -> source
     "The datasets of `data`, by name and in alphabetical order."
     check_name(data)
+    data = product_of(data)
     if data.startswith("hf:"): return {data.split("/")[-1].partition(":")[0]: data}
     whole, _, split = (data, "", "") if Path(data).exists() else data.partition(":")
     path = Path(whole)
@@ -397,8 +399,9 @@ def find_sources(data: str, # a folder, a file, a saved dataset with an optional
         refuse_foreign(path)
         raise ValueError(f"{path} is no table that can be read; save it as one of {FORMATS}")
     if not path.is_dir():
-        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a table ({FORMATS}), a folder of "
-                                "them, or hf:org/name for a dataset on the hub")
+        near = f"did you mean {' or '.join(near_paths(data))}?" if near_paths(data) else ""
+        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; " + (
+            near or f"give a table ({FORMATS}), a folder of them, or hf:org/name for a dataset on the hub"))
     if (path/"dataset_dict.json").is_file(): return {path.name: str(saved_splits(path, split))}
     if split:
         raise ValueError(f"{path} is no DatasetDict, so it has no split {split}; leave out :{split}")
