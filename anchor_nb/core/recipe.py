@@ -53,12 +53,12 @@ class Training(Recipe):
     instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, or a YAML file", "table 6",
                                 reads="instructions", group="first")
     max_length: int = setting(0, "tokens of one text, template and [EOS] included; 0: by preset",
-                              "paper: 512; laptop: what 95 % of the pairs need, at most 128", group="first",
+                              "paper: 512; laptop: what 95 % of the pairs need, up to a limit", group="first",
                               bound=">=0")
-    global_batch: int = setting(0, "examples of one step over all processes; 0: by preset", "paper: 512; laptop: 32",
+    global_batch: int = setting(0, "examples of one step over all processes; 0: by preset", "paper: 512",
                                 group="first", bound=">=0")
     epochs: float = setting(0.0, "how often each example is seen, in place of steps; 0: by preset or steps",
-                            "paper: steps; laptop: 1", how=True, group="first", bound=">=0")
+                            "paper: none, but steps", how=True, group="first", bound=">=0")
     seed: int = setting(42, "decides the order of the data, adapters and dropout", "authors' code: 42", group="first")
     ratios: dict = setting({}, "sampling weight by dataset name; missing ones count 1",
                            "authors: their files have the ratios applied already", group="texts")
@@ -143,7 +143,7 @@ class Stage1(Training):
     fixed = dict(echo="rewrite", masked_replace="80/10/10")
     out: str = setting("runs/stage1", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
     steps: int = setting(0, "optimizer steps; 0: by epochs or preset", "paper: 2000", group="first", bound=">=0")
-    learning_rate: float = setting(0.0, "peak learning rate of AdamW; 0: by preset", "paper: 4e-5; laptop: 2e-4",
+    learning_rate: float = setting(0.0, "peak learning rate of AdamW; 0: by preset", "paper: 4e-5",
                                    group="first", bound=">=0")
     objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, lm, mntp and simcse; empty: anchor alone",
                                "paper: anchor; LLaMA2Vec: ebae and ebar, in its code llara; LLM2Vec: mntp; control: lm",
@@ -199,7 +199,7 @@ class Stage2(Training):
     fixed = dict(echo="rewrite", tau_plus=0.0, sigreg_directions=256, matryoshka_weights=[], distillation_weight=1.0)
     out: str = setting("runs/stage2", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
     steps: int = setting(0, "optimizer steps; 0: by epochs or preset", "paper: 1000", group="first", bound=">=0")
-    learning_rate: float = setting(0.0, "peak learning rate of AdamW; 0: by preset", "paper: 2e-4; laptop: 5e-4",
+    learning_rate: float = setting(0.0, "peak learning rate of AdamW; 0: by preset", "paper: 2e-4",
                                    group="first", bound=">=0")
     temperature: float = setting(0.05, "cosine similarities are divided by this",
                                  "paper: temperature 0.05; the authors' code runs 0.02", group="first", bound=">0")

@@ -71,6 +71,8 @@ def kept(recipe: Training) -> dict: # setting -> value
     return {name: before[name] for name in recipe.left_open() if name in before and name not in anew}
 
 # %% ../../nbs/training/06_defaults.ipynb #9ad642dc
+LEAST = 50 # steps; with fewer, several passes over a small dataset
+
 def preset_of(recipe: Training) -> tuple: # (laptop or paper, why)
     "The preset that decides, and why it does."
     if recipe.preset != "auto": return recipe.preset, "as asked for"
@@ -82,10 +84,10 @@ def values_from(limits: dict,     # the file of a preset
                 lengths: list,    # of pairs; empty: the length is the preset's
                ) -> dict:         # a value for each name of `LEFT_OPEN`
     "The settings that a preset gives to a recipe on such data."
-    batch = recipe.global_batch or min(limits["global_batch"], *sizes)
+    batch = recipe.global_batch or min(limits["global_batch"], min(sizes))
     epochs = recipe.epochs or limits.get("epochs", 0)
     passes = max(1, round(epochs*sum(sizes)/batch)) if epochs else limits["steps"]
-    steps = recipe.steps or (passes if recipe.epochs else min(passes, limits["steps"]))
+    steps = recipe.steps or (passes if recipe.epochs else min(max(passes, LEAST), limits["steps"]))
     fitted = whole_length(lengths, limits["max_length"]) if lengths else limits["max_length"]
     warmup = limits["warmup_steps"]*min(steps, limits["steps"])//limits["steps"]
     return dict(max_length=recipe.max_length or fitted, global_batch=batch, steps=steps,
@@ -96,12 +98,13 @@ def values_from(limits: dict,     # the file of a preset
 def in_words(recipe: Training, rows: int, lengths: list) -> str: # recipe: decided
     "What a run does in a step, and how long it is."
     epochs = recipe.steps*recipe.global_batch/rows
+    passes = f"{epochs:,.1f} epochs" if epochs > 0.95 else f"{100*epochs:.0f} %"
     whole = ""
     if lengths:
         share = sum(length <= recipe.max_length for length in lengths)/len(lengths)
         whole = f" ({100*share:.0f} % of the pairs are whole)"
     return (f"{recipe.global_batch} pairs a step, texts cut at {recipe.max_length} tokens{whole},\n"
-            f"{recipe.steps:,} steps = {epochs:.3g} epochs of {rows:,} pairs, learning rate {recipe.learning_rate:g} "
+            f"{recipe.steps:,} steps = {passes} of {rows:,} pairs, learning rate {recipe.learning_rate:g} "
             f"after {recipe.warmup_steps} steps of warm-up")
 
 # %% ../../nbs/training/06_defaults.ipynb #aadd7305

@@ -160,7 +160,7 @@ class Inputs(Resolved):
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
         self.drawn = [name for name in self.tables if recipe.ratios.get(name, 1) > 0] # the datasets that are used
-        drawn = {name: self.tables[name] for name in self.drawn}
+        drawn = {name: self.tables[name] for name in self.drawn or self.tables}
         recipe, self.why = decide(recipe, drawn, self.instructions) # why: empty if all was given
         self.recipe = recipe
         check_sizes(recipe)
