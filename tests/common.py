@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 import time
+from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import warm
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.runs.identity import ENGINE
 from anchor_nb.core.recipe import Stage1, Stage2
-from anchor_nb.core.settings import as_dict
+from anchor_nb.core.settings import as_dict, default
 from anchor_nb.data.retrieval_sets import Retrieval
 
 RUN = """
@@ -34,6 +35,11 @@ launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
 
 def toy_pairs() -> str:
     return str(build_corpus("toy")/"pairs")
+
+
+def defaults(cls) -> dict:
+    "The default of every setting of a recipe."
+    return {f.name: default(f) for f in fields(cls)}
 
 
 def recipe(stage, out, **changes):

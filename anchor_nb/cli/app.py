@@ -27,7 +27,6 @@ from ..core.settings import GROUPS, grouped, grouped_yaml
 from ..core.presets import methods, presets
 from ..experiments.torchrun import read_pairs, read_parameter_file
 from ..experiments.stages import checked, declared, stage_notebook
-from ..runs.manifest import own_defaults
 from ..runs.ledger import read_json
 
 # %% ../../nbs/cli/00_app.ipynb #91c5d48f
@@ -80,9 +79,9 @@ def gather(stage: str,        # a stage
            file: Path | None, # YAML
            pairs: list,       # texts like "steps=100"
           ) -> dict:          # name -> value, weakest source first
-    "The parameters that differ from the notebook's own values."
-    given = {**(read_parameter_file(file) if file else {}), **read_pairs(pairs)}
-    return (full_preset(preset, stage) if preset else own_defaults(stage, given)) | given
+    "The parameters that differ from the recipe's defaults, and all where a preset is named."
+    return ((full_preset(preset, stage) if preset else {}) | (read_parameter_file(file) if file else {})
+            | read_pairs(pairs))
 
 # %% ../../nbs/cli/00_app.ipynb #0b7e51aa
 def option(kind: type, help: str, *names: str, **how): # names: empty for the parameter's own; how: for typer

@@ -6,15 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/cli/03_scoring.ipynb #09539773
-from dataclasses import fields
 from pathlib import Path
 
 import typer
 
-from ..core.recipe import RECIPES
-from ..core.settings import default
+from ..core.recipe import RECIPES, Analyse, Evaluate
 from ..experiments.torchrun import read_pairs
-from ..experiments.stages import StageError, declared, run_stage, stage_notebook
+from ..experiments.stages import StageError, run_stage
 from ..runs.ledger import read_json
 from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile,
                                Parameters, Preset, Quiet, answering, app, argument, gather, option,
@@ -33,14 +31,13 @@ def model_label(model: str) -> str: # runs/paper/anchor/model -> anchor
 
 def evaluate_parameters(model: str, benchmark: str, tasks: list, data_root: str, base: dict,
                         given: dict) -> dict: # base: preset and file; given: -p
-    "Parameters of the stage: -p wins over options, options over preset and file; with either, no smoke defaults."
+    "Parameters of the stage: -p wins over options, options over preset and file."
     words = dict(models={model_label(model): model}, bm25=False, snapshots=False) if model else {}
     words |= dict(benchmark=benchmark) if benchmark else {}
     words |= dict(tasks=list(tasks)) if tasks else {}
     if (benchmark or tasks) and base: words = dict(benchmark="", tasks=[]) | words # not those of the preset as well
     words |= dict(data_root=data_root) if data_root else {}
-    if not {"models", "benchmark", "tasks"} & {*words, *base, *given}: return words | given
-    return {f.name: default(f) for f in fields(RECIPES["evaluate"])} | dict(out="runs/evaluate") | base | words | given
+    return base | words | given
 
 # %% ../../nbs/cli/03_scoring.ipynb #747c3d07
 def outcome(out: str) -> dict:
@@ -58,7 +55,7 @@ def evaluate(model: Model = "", benchmark: Benchmark = "", task: Task = [], data
         given = gather("evaluate", preset, file, [])
         values = evaluate_parameters(model, benchmark, task, data_root, given, read_pairs(parameter))
         if dry_run: return answer(*spelled_out("evaluate", values))
-        out = values.get("out") or declared(stage_notebook("evaluate"))["out"][1]
+        out = values.get("out") or Evaluate.out
         try: notebook = run_stage("evaluate", values, output, log=not quiet)
         except StageError as error:
             if as_json and error.reason.startswith("Unscored: "): answer(outcome(out))
@@ -104,10 +101,8 @@ def analyse(a: argument(str, "the model before: run folder, model folder, hub id
     with answering(as_json) as answer:
         if bool(a) != bool(b):
             raise ValueError("one model alone cannot be compared; name two, or the same one twice for its geometry")
-        base = ({f.name: default(f) for f in fields(RECIPES["analyse"])}
-                | dict(out=f"runs/analysis/{model_label(a)}-{model_label(b)}" + "-quick"*quick) if a else {})
+        base = dict(out=f"{Analyse.out}/{model_label(a)}-{model_label(b)}" + "-quick"*quick) if a else {}
         values = base | gather("analyse", preset, file, []) | words | read_pairs(parameter)
         if dry_run: return answer(*spelled_out("analyse", values))
         notebook = run_stage("analyse", values, output, log=not quiet)
-        out = values.get("out") or declared(stage_notebook("analyse"))["out"][1]
-        answer(read_json(Path(out)/"summary.json"), f"The executed notebook: {notebook}")
+        answer(read_json(Path(values.get("out") or Analyse.out)/"summary.json"), f"The executed notebook: {notebook}")

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from pprint import pformat
 from .recipe import RECIPES
-from .settings import GROUPS, check_names, coerce, default, grouped
+from .settings import GROUPS, check_names, default, grouped
 
 # %% ../../nbs/core/02_presets.ipynb #6d99ee7b
 def preset_folder() -> Path:
@@ -24,10 +24,11 @@ def presets() -> dict: # preset name -> the stages it changes
     return {p.name: sorted(f.stem for f in p.glob("*.yaml") if f.stem in RECIPES)
             for p in sorted(preset_folder().iterdir()) if p.is_dir()}
 
-def preset(name: str,  # a folder under presets
-           stage: str, # a key of `RECIPES`
-          ) -> dict:   # parameter -> value; empty where the preset leaves a stage alone
-    "The values a preset gives to a stage; ValueError for an unknown name, stage or field."
+# %% ../../nbs/core/02_presets.ipynb #93383224
+def read_preset(name: str,  # a folder under presets
+                stage: str, # a key of `RECIPES`
+               ) -> dict:   # parameter -> value; empty where the preset leaves a stage alone
+    "What the file of a preset says; ValueError for an unknown name, stage or field."
     import yaml
     if name not in presets():
         raise ValueError(f"no preset {name!r}; there are {', '.join(presets())}")
@@ -36,6 +37,12 @@ def preset(name: str,  # a folder under presets
     path = preset_folder()/name/f"{stage}.yaml"
     values = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
     return check_names(RECIPES[stage], values, str(path))
+
+# %% ../../nbs/core/02_presets.ipynb #2d256870
+def preset(name: str, stage: str) -> dict: # as `read_preset`
+    "The values a preset gives to a stage; one that is fitted to the data gives its name."
+    values = read_preset(name, stage)
+    return dict(preset=name) if "epochs" in values else values
 
 # %% ../../nbs/core/02_presets.ipynb #0e22a28a
 def methods() -> dict: # preset name -> dict of about, source, stages, differs
@@ -47,10 +54,9 @@ def methods() -> dict: # preset name -> dict of about, source, stages, differs
 # %% ../../nbs/core/02_presets.ipynb #87027b0c
 def parameters_cell(cls: type, # a recipe
                    ) -> str:  # source of the cell tagged `parameters`
-    "One typed, commented assignment for each field, by group; values from the preset `smoke`."
-    smoke = preset("smoke", cls.__name__.lower())
+    "One typed, commented assignment for each field, by group, with the defaults."
     def line(f): # of several lines where a dictionary is long, which papermill reads too
-        start, value = f"{f.name}: {f.type.__name__} = ", coerce(f.name, smoke.get(f.name, default(f)), f.type)
+        start, value = f"{f.name}: {f.type.__name__} = ", default(f)
         text = pformat(value, width=90 - len(start), sort_dicts=False) if f.type is dict else repr(value)
         return start + text.replace("\n", "\n" + " "*len(start)) + f"  # {f.metadata['help']}"
     blocks = [[f"# {GROUPS[group]}", *map(line, members)] for group, members in grouped(cls).items()]

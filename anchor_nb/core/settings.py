@@ -88,7 +88,6 @@ class Recipe:
             object.__setattr__(self, f.name, value)
             if choices and value not in choices:
                 raise ValueError(f"{f.name}={value!r}; choose one of {', '.join(choices)}")
-        self.settle()
         if broken := [*self.out_of_bounds(), *(text for wrong, text in self.problems() if wrong)]:
             raise ValueError("; ".join(broken))
 
@@ -99,7 +98,9 @@ class Recipe:
             value = getattr(self, f.name)
             if holds and not holds(value): yield f"{f.name} {words}, it is {value}"
 
-    def settle(self): "Fill in settings that follow from others; there are none here."
+    def deciding(self): # setting -> value
+        "Settings that decide others which are still open; they count only until then."
+        return {}
 
     def problems(self):
         "Rules between fields, as pairs (is it broken, message)."
@@ -140,7 +141,7 @@ def as_dict(recipe: Recipe) -> dict: # field -> value, plain types
 def identity(recipe: Recipe) -> dict: # field -> value, plain types
     "The settings that decide the outcome; a run may be resumed with different values for the others."
     values = as_dict(recipe)
-    return {f.name: values[f.name] for f in fields(recipe) if not f.metadata["how"]} | recipe.fixed
+    return {f.name: values[f.name] for f in fields(recipe) if not f.metadata["how"]} | recipe.fixed | recipe.deciding()
 
 def as_yaml(recipe: Recipe) -> str: # text of a YAML file
     "The recipe by group, as a file that `papermill -f` and `anchor-nb -f` take."

@@ -262,7 +262,7 @@ def load_formatter(folder: str,      # model folder or hub id
 def recipe_layout(tokenizer, stored: Layout | None, # what the checkpoint says
                   recipe) -> Layout:
     "The layout of a training run."
-    wanted = dict(instruction_format=recipe.instruction_format, max_length=recipe.max_length,
+    wanted = dict(instruction_format=recipe.instruction_format, max_length=recipe.max_length or Layout.max_length,
                   truncation=recipe.truncation)
     fits = stored and recipe.template in ("auto", stored.template) and recipe.eos in ("", stored.eos)
     layout = replace(stored, **wanted) if fits else resolve_layout(tokenizer, recipe.template, recipe.eos,

@@ -188,7 +188,9 @@ def progress(node: Node) -> str: # such as 12/40, or empty
     "How far a training run is."
     path = Path(node.parameters["out"])/"metrics.jsonl"
     if not path.is_file(): return ""
-    return f"{path.read_bytes().count(bytes([10]))}/{node.parameters['steps']}"
+    manifest = path.with_name("run.json")
+    steps = node.parameters["steps"] or (read_json(manifest)["recipe"]["steps"] if manifest.is_file() else "?")
+    return f"{path.read_bytes().count(bytes([10]))}/{steps}"
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #ac8ed61f
 class Processes:

@@ -18,7 +18,7 @@ from ..core.recipe import RECIPES
 from ..core.presets import preset
 from ..runs.checkpoints import locked
 from .stages import checked, stage_notebook
-from ..runs.manifest import fail_run, finish_run, notebook_defaults, now, own_defaults, start_run
+from ..runs.manifest import fail_run, finish_run, now, start_run
 
 # %% ../../nbs/experiments/01_torchrun.ipynb #a62c5c99
 def read_pairs(pairs: list, # texts like "steps=100"
@@ -63,8 +63,7 @@ def parse(arguments: list): # -> argparse.Namespace
 
 def recipe_of(stage: str, given: dict): # parameter -> value, as YAML or a shell gives it; -> `Stage1` or `Stage2`
     "The recipe that the command line describes; ValueError names what is wrong."
-    return RECIPES[stage](**notebook_defaults(RECIPES[stage]) | own_defaults(stage, given)
-                          | checked(stage_notebook(stage), given))
+    return RECIPES[stage](**checked(stage_notebook(stage), given))
 
 def parameters(options) -> dict: # name -> value
     "The parameters of the command line, weakest source first: preset, file, single ones."
@@ -86,7 +85,12 @@ def train_stage(stage: str,      # stage1 or stage2
     forget_stale_ranks() # or nobody would keep the manifest
     recipe, leads, begun = recipe_of(stage, given), first(), now()
     with locked(recipe.out, stage) if leads else nullcontext():
-        state = start_run(recipe.out, recipe, check_inputs(recipe).data) if leads else ""
+        state = ""
+        if leads:
+            inputs = check_inputs(recipe)
+            recipe = inputs.recipe
+            if inputs.why: print(inputs.why, flush=True)
+            state = start_run(recipe.out, recipe, inputs.data)
         try: facts = launch(train, recipe, processes=recipe.processes, run_dir=recipe.out)
         except BaseException as error:
             if leads:

@@ -72,6 +72,13 @@ def is_path(name: str) -> bool: # or a short name, or owner/name at a hub
     "Whether a model's name can only be a path."
     return name[:1] in (".", "/", "~") or name.count("/") > 1 or "/" in name and Path(name).parent.is_dir()
 
+# %% ../../nbs/runs/02_checkpoints.ipynb #4b005680
+def check_data(stage: str, data: str):
+    "ValueError if a training stage has no data."
+    if data or stage not in ("stage1", "stage2"): return
+    raise ValueError(f"{stage} has no data; name your pairs, `anchor-nb {stage} -p data=pairs.jsonl`, or try all stages "
+                     "on toy data, `anchor-nb pipeline --preset smoke`")
+
 # %% ../../nbs/runs/02_checkpoints.ipynb #722faa65
 def check_places(stage: str, values: dict): # all parameters
     "Raise if `out` is not a folder, or if data or models are missing or incomplete."
@@ -82,6 +89,7 @@ def check_places(stage: str, values: dict): # all parameters
     if not place.is_dir():
         raise NotADirectoryError(f"out={values['out']}: {place} is a file; give another folder")
     data = values.get("data") or ""
+    check_data(stage, data)
     if data and not data.startswith("hf:") and not Path(data).expanduser().exists():
         raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet "
                                 "files, "

@@ -231,10 +231,9 @@ def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then ca
     datasets.config.HF_DATASETS_CACHE = Path(work)/"cache"
     before, start = memory()[0], time.perf_counter()
     forget_peak()
-    recipe = Stage1(out=work, **settings)
-    inputs = check_inputs(recipe)
+    inputs = check_inputs(Stage1(out=work, preset="paper", **settings))
     step = ReconstructionStep(inputs.rules, inputs.formatter, 1024)
-    batch = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, recipe.steps)[0]
+    batch = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, inputs.recipe.steps)[0]
     own = dict(own_bytes=status("RssAnon")) if sys.platform == "linux" else {}
     return dict(own, seconds=[time.perf_counter() - start], before_bytes=before, peak_bytes=memory()[1],
                 examples=sum(map(len, inputs.tables.values())), first=len(batch["anchor"]))

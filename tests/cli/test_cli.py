@@ -20,6 +20,7 @@ from anchor_nb.runs.launch import LAUNCHERS
 from anchor_nb.core.presets import presets
 from anchor_nb.core.recipe import RECIPES
 from anchor_nb.core.settings import GROUPS, grouped
+from common import defaults
 
 COMMAND = Path(sys.executable).with_name("anchor-nb")
 
@@ -69,7 +70,7 @@ def test_later_sources_beat_earlier_ones(tmp_path):
                                   "trackers=[wandb]", "--dry-run").output)
     assert (shown["steps"], shown["alpha"], shown["seed"], shown["trackers"], shown["max_length"]) == (11, 0.1, 6,
                                                                                                        ["wandb"], 512)
-    assert yaml.safe_load(invoke("stage1", "--dry-run").output) == runs.notebook_defaults(RECIPES["stage1"])
+    assert yaml.safe_load(invoke("stage1", "--dry-run").output) == defaults(RECIPES["stage1"])
 
 
 def test_what_dry_run_prints_can_be_given_back(tmp_path):
@@ -81,6 +82,9 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
 @pytest.mark.parametrize("words, message", [
     (["stage1", "-p", "step=5"], "no parameter 'step'\ndid you mean steps?"),
     (["stage1", "-p", "steps=many"], "steps='many' is no int\ngive steps as int"),
+    (["stage2"], "stage2 has no data\nname your pairs, `anchor-nb stage2 -p data=pairs.jsonl`, or try all stages"),
+    (["mine"], "data is empty\nname a folder of pairs"),
+    (["evaluate"], "tasks and benchmark are empty\nname a benchmark"),
     (["stage1", "-p", "alpha=2"], "alpha must lie in [0, 1]"),
     (["stage1", "-p", "steps"], "write -p name=value"),
     (["stage1", "--preset", "smok"], "no preset 'smok'\nthere are"),

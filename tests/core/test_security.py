@@ -32,6 +32,7 @@ from anchor_nb.models.resolve import find_model
 from anchor_nb.evaluation.encoders import Candidate, load
 from anchor_nb.core.files import RECORD, replace_folder, seal
 from anchor_nb.core.recipe import RECIPES
+from anchor_nb.experiments.pipeline import full_preset
 from anchor_nb.runs.checkpoints import checkpoints, drop_checkpoints
 from common import STAGES, recipe, toy_pairs
 
@@ -379,7 +380,7 @@ def test_an_executed_notebook_holds_no_secret(tmp_path, secrets, capfd, ending):
 
 def test_manifests_and_ledgers_hold_no_secret(tmp_path, secrets):
     token, stage = SECRETS["HF_TOKEN"], RECIPES["stage1"]
-    settings = stage(**{**runs.notebook_defaults(stage), "model": f"https://user:{token}@host/model",
+    settings = stage(**{**full_preset("smoke", "stage1"), "model": f"https://user:{token}@host/model",
                         "out": str(tmp_path/"run")})
     assert runs.start_run(tmp_path/"run", settings) == "new"
     assert runs.start_run(tmp_path/"run", settings) == "resume", "the same settings are the same run"

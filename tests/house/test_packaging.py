@@ -12,8 +12,7 @@ import yaml
 
 from anchor_nb.experiments import stages as stage_runs
 from anchor_nb import __version__
-from anchor_nb.core import recipe
-from anchor_nb.runs import manifest as runs
+from anchor_nb.experiments.pipeline import full_preset
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -96,7 +95,7 @@ def test_an_installed_copy_works_away_from_the_checkout(installed, tmp_path):
     assert [line.split()[0] for line in listed.stdout.splitlines()] == list(stage_runs.stages()), listed.stderr
     shown = away(installed, tmp_path, sys.executable, installed/"bin/anchor-nb", "stage1", "--preset", "smoke",
                  "--dry-run")
-    assert yaml.safe_load(shown.stdout) == runs.notebook_defaults(recipe.RECIPES["stage1"]), shown.stderr
+    assert yaml.safe_load(shown.stdout) == full_preset("smoke", "stage1"), shown.stderr
 
 
 def test_an_installed_copy_runs_a_stage(installed, tmp_path):

@@ -12,8 +12,8 @@ import papermill
 import pytest
 
 from anchor_nb.core import presets as preset_files, recipe
-from anchor_nb.runs.manifest import notebook_defaults
 from anchor_nb.experiments.stages import stages
+from common import defaults
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STAGES = sorted((ROOT/"nbs/stages").glob("*.ipynb"))
@@ -108,7 +108,7 @@ def test_parameters_cell_is_made_from_the_recipe(path):
     tagged = [source(cell) for cell in cells(path) if "parameters" in cell["metadata"].get("tags", [])]
     assert tagged == [preset_files.parameters_cell(cls)]
     found = papermill.inspect_notebook(str(path))
-    assert {name: ast.literal_eval(about["default"]) for name, about in found.items()} == notebook_defaults(cls)
+    assert {name: ast.literal_eval(about["default"]) for name, about in found.items()} == defaults(cls)
 
 
 @every_stage

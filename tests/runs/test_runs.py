@@ -24,6 +24,7 @@ from anchor_nb.core import errors
 from anchor_nb.core import presets as preset_files
 from anchor_nb.runs import provenance, manifest as runs
 from anchor_nb.core.recipe import RECIPES
+from anchor_nb.experiments.pipeline import full_preset
 
 KERNEL = dict(kernelspec=dict(name="python3", display_name="python3", language="python"))
 PARAMETERS = ('steps: int = 3  # steps\nrate: float = 0.1  # rate\nflag: bool = False  # flag\nname: str = "a"  # '
@@ -37,7 +38,7 @@ def notebook(path, *code, tags=("parameters",), parameters=PARAMETERS):
     return path
 
 
-def stage(name, **values): return RECIPES[name](**{**runs.notebook_defaults(RECIPES[name]), **values})
+def stage(name, **values): return RECIPES[name](**{**full_preset("smoke", name), **values})
 
 
 # ---- files that are whole or absent ----
@@ -135,7 +136,7 @@ def test_the_command_in_the_manifest_gives_the_recipe_back(name, tmp_path):
     runs.start_run(tmp_path/"r", made)
     words = shlex.split(runs.read_manifest(tmp_path/"r")["command"])
     assert words[:2] == ["anchor-nb", name]
-    assert stage(name, **gather(name, "", None, words[3::2])) == made
+    assert RECIPES[name](**gather(name, "", None, words[3::2])) == made
 
 
 def test_the_manifest_says_what_ran(tmp_path):
@@ -457,10 +458,8 @@ def test_papermill_takes_every_preset_as_it_is():
 @pytest.mark.parametrize("name, stage_name", [(name, stage) for name, stages in preset_files.presets().items()
                                               for stage in stages])
 def test_plain_papermill_with_a_preset_is_that_preset(name, stage_name):
-    """`papermill -f` puts the preset over the notebook's smoke values; where the preset is silent these would win over
-    the recipe's defaults."""
-    from anchor_nb.experiments.pipeline import full_preset
-    defaults = runs.notebook_defaults(RECIPES[stage_name])
+    declared = stage_runs.declared(stage_runs.stage_notebook(stage_name))
+    defaults = {parameter: value for parameter, (_, value) in declared.items()}
     assert defaults | preset_files.preset(name, stage_name) == full_preset(name, stage_name)
 
 

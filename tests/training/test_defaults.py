@@ -1,0 +1,68 @@
+"""One set of defaults: the same from the command line, papermill, Python and training itself; a resumed run keeps it."""
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from anchor_nb.cli.main import app
+from anchor_nb.core.presets import presets
+from anchor_nb.core.recipe import LEFT_OPEN, RECIPES
+from anchor_nb.core.settings import as_dict
+from anchor_nb.experiments.pipeline import full_preset
+from anchor_nb.experiments.stages import checked, declared, stage_notebook
+from anchor_nb.training import defaults
+from anchor_nb.training.trainer import check_inputs, train
+from common import toy_pairs
+
+NEEDED = dict(mine=dict(data="pairs"), evaluate=dict(benchmark="local"), analyse=dict(data="pairs", a="tiny", b="tiny"))
+OWN = dict(data="pairs", epochs=2, learning_rate="1e-3", max_length=64)
+
+
+@pytest.mark.parametrize("stage, given", [*((stage, NEEDED.get(stage, {})) for stage in RECIPES), ("stage1", OWN),
+                                          ("stage2", OWN), ("stage2", dict(preset="paper", data="pairs"))])
+def test_the_same_file_is_the_same_recipe_everywhere(stage, given, tmp_path):
+    file = tmp_path/"mine.yaml"
+    file.write_text(yaml.safe_dump(given))
+    notebook = stage_notebook(stage)
+    papermill = {name: value for name, (_, value) in declared(notebook).items()} | checked(notebook, given)
+    shown = CliRunner().invoke(app, [stage, "-f", str(file), "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert RECIPES[stage](**given) == RECIPES[stage](**papermill) == RECIPES[stage](**yaml.safe_load(shown.stdout))
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name != "laptop"])
+def test_a_preset_leaves_nothing_open(name):
+    for stage in {"stage1", "stage2"} & set(presets()[name]):
+        recipe = RECIPES[stage](**full_preset(name, stage))
+        assert defaults.decide(recipe, {}) == (recipe, "")
+
+
+def open_recipe(stage, out, **given):
+    return RECIPES[stage](model="tiny", data=toy_pairs(), out=str(out), instructions="none", precision="fp32", **given)
+
+
+def test_what_training_runs_is_what_was_decided_and_a_resumed_run_keeps_it(tmp_path, monkeypatch, capsys):
+    recipe = open_recipe("stage2", tmp_path/"run", preset="laptop", epochs=0.1, global_batch=4)
+    decided = check_inputs(recipe).recipe
+    assert not decided.left_open() and check_inputs(decided).recipe == decided
+    facts = train(recipe)
+    assert facts["steps"] == decided.steps == round(0.1*facts["data"]["toy"]["rows"]/4)
+    record = json.loads((tmp_path/"run/model/anchor_nb.json").read_text())
+    assert all(record["recipe"][name] == as_dict(decided)[name] for name in LEFT_OPEN)
+    assert record["layout"]["max_length"] == decided.max_length
+    assert "preset laptop (as asked for): 4 pairs a step" in capsys.readouterr().out
+
+    changed = defaults.read_preset("laptop", "stage2") | dict(learning_rate=0.5, max_length=16)
+    monkeypatch.setattr(defaults, "read_preset", lambda name, stage: changed)
+    assert train(open_recipe("stage2", tmp_path/"run")) == facts
+    assert "resumed as it began: 4 pairs a step" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="learning_rate is .* there and 0.5 here"): train(recipe)
+
+
+def test_the_machine_decides_between_the_two_presets(tmp_path, monkeypatch):
+    tables = check_inputs(open_recipe("stage1", tmp_path, preset="laptop")).tables
+    for gpu, name, length in ((True, "paper", 512), (False, "laptop", None)):
+        monkeypatch.setattr(defaults, "on_gpu", lambda: gpu)
+        decided, why = defaults.decide(open_recipe("stage1", tmp_path), tables)
+        assert (decided.preset, why.split()[1]) == (name, name) and length in (None, decided.max_length)
