@@ -320,7 +320,8 @@ class Evaluate(Recipe):
                                 "table 13", reads="instructions", group="first")
     queries: int = setting(0, "queries kept of each folder; 0: all", "ours: for small machines", group="first")
     documents: int = setting(0, "documents kept of each folder; 0: all", "ours: for small machines", group="first")
-    bm25: bool = setting(True, "score BM25 as a yardstick, on the tasks that rank documents", "ours", group="first")
+    yardsticks: list = setting(["bm25", "minilm"], "what every table holds besides: bm25 (words), minilm "
+                               "(all-MiniLM-L6-v2); [] leaves them out", "ours", group="first")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2", group="first")
     seed: int = setting(0, "decides which queries and documents are kept", "ours")
     rerank_documents_instructed: bool = setting(False, "in reranking tasks documents get the instruction too",
@@ -337,8 +338,10 @@ class Evaluate(Recipe):
         return [(not self.tasks and not self.benchmark,
                  "tasks and benchmark are empty; name a benchmark, a task, or a folder of an evaluation set, such as "
                  "prepare writes under eval/"),
-                (not self.models and not self.bm25,
-                 "models is empty and bm25 is false; name a model as {label: folder}"),
+                (not self.models and not self.yardsticks,
+                 "models and yardsticks are empty; name a model as {label: folder}"),
+                (not set(map(str, self.yardsticks)) <= {"bm25", "minilm"},
+                 f"yardsticks={self.yardsticks} may hold bm25 and minilm; name other models in models"),
                 (not self.out, "out is empty; name the folder of the ledger"),
                 (self.reconstruction < 0 or self.reconstruction == 1,
                  f"reconstruction={self.reconstruction}; give 0, or at least 2, since a wrong embedding comes from "

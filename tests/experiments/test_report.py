@@ -8,6 +8,7 @@ import pytest
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.experiments import stages as stage_runs
 from anchor_nb.experiments import figures, report
+from anchor_nb.evaluation.comparison import load_per_query
 from anchor_nb.evaluation.encoders import Candidate
 from anchor_nb.evaluation.measure import METRICS, Evaluation, save_evaluation
 from anchor_nb.evaluation.scores import evaluation_file, ledger_rows
@@ -53,7 +54,7 @@ def write_pipeline(folder, labels):
                                     list(LABELS)])
 def test_every_figure_and_table_stands_missing_pieces(tmp_path, labels):
     ledger = write_pipeline(tmp_path, labels)
-    per_query = figures.load_per_query(ledger, tmp_path/"per_query")
+    per_query = load_per_query(ledger, tmp_path/"per_query")
     manifests = report.read_manifests(tmp_path)
     assert per_query.keys() == {(label, LABELS[label], "toy") for label in labels}
     for values in (per_query, None):
