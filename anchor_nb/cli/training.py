@@ -16,7 +16,7 @@ from ..core.recipe import RECIPES
 from ..core.presets import methods, presets
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
-from .app import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
+from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
                                ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
                                first_line, gather, option, parameter_help, show, with_gpus)
 
