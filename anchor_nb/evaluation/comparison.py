@@ -199,10 +199,10 @@ def scoreboard_table(lines: list, # from `scoreboard`
                     ):            # -> DataFrame of text
     "A scoreboard for a notebook or a page."
     import pandas as pd
-    cells = [cells_of(line) for line in lines]
-    return pd.DataFrame([dict(zip(["score", "95 % interval", "minus the best yardstick", ""], row[1:])) for row in cells],
-                        index=pd.MultiIndex.from_tuples([(line["task"], row[0]) for line, row in zip(lines, cells)],
-                                                        names=["task", "model"]) if lines else None)
+    names = ["score", "95 % interval", "to the best yardstick", "verdict"]
+    table = pd.DataFrame([dict(task=line["task"], model=shown_name(line["model"]), **dict(zip(names, cells_of(line)[1:])))
+                          for line in lines], columns=["task", "model", *names])
+    return table.set_index(["task", "model"] if table["task"].nunique() > 1 else "model")
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #ff6d8b91

@@ -18,7 +18,7 @@ from ..evaluation.tables import by_seed, comparable, last_steps, mean_by_seed
 # %% ../../nbs/experiments/03_figures.ipynb #224e07af
 SYSTEMS = {"untrained": ("untrained", "#949494"), "stage1": ("stage I only", "#029e73"),
            "baseline": ("stage II only", "#de8f05"), "anchor": ("stage I + II", "#0173b2"), "bm25": (YARDSTICKS["bm25"], "#333333"),
-           "minilm": (YARDSTICKS["minilm"], "#56b4e9")}
+           "minilm": (YARDSTICKS["minilm"], "#ca9161")}
 PAPER_NAMES = {"untrained": "unsupervised", "stage1": "stage1_only", "baseline": "stage2_only",
                "anchor": "stage1+stage2"}
 PAPER_MODELS = {"llama-3.2-1b": "Llama-3.2-1B", "llama-3.2-3b": "Llama-3.2-3B", "llama-3.1-8b": "Llama-3.1-8B"}
@@ -30,7 +30,7 @@ def system(label: str,      # a label of the ledger
     return SYSTEMS.get(label, (label, OTHERS[place % len(OTHERS)]))
 
 # %% ../../nbs/experiments/03_figures.ipynb #fbd2b814
-PAPER_SHADE, OTHERS = "#f3f3f3", ("#cc78bc", "#ca9161", "#d55e00", "#fbafe4")
+PAPER_SHADE, OTHERS = "#f3f3f3", ("#cc78bc", "#56b4e9", "#d55e00", "#fbafe4")
 
 # %% ../../nbs/experiments/03_figures.ipynb #93d38333
 def _style():

@@ -9,6 +9,7 @@ __all__ = ['comparison_table', 'read_manifests', 'run_facts', 'runs_table', 'can
 import html
 import json
 import shlex
+import textwrap
 from pathlib import Path
 from statistics import fmean
 import numpy as np
@@ -312,11 +313,11 @@ def examples(ledger: list,     # rows
 def examples_html(found: dict) -> str: # from `examples`
     "The queries with their hits, a column for each model; hits that answer the query are marked."
     def hit(document, text, grade):
-        kind, mark = ("answer", " ✓") if grade > 0 else ("other", "")
-        return f'<li class="{kind}">{html.escape(text or document)}{mark}</li>'
+        kind, mark = ("answer", "✓ ") if grade > 0 else ("other", "")
+        return f'<li class="{kind}">{mark}{html.escape(textwrap.shorten(text or document, 150, placeholder="…"))}</li>'
     def side(label, score, hits):
         return (f'<div><h4>{html.escape(shown_name(label))} <small>{score:.0f}</small></h4>'
-                f'<ol>{"".join(hit(*one) for one in hits)}</ol></div>')
+                f'<ol>{"".join(hit(*found) for found in hits[:3])}</ol></div>')
     blocks = [f'<h3 class="query">{html.escape(query["text"])}</h3><div class="sides">'
               + "".join(side(label, *query["sides"][label]) for label in found["labels"]) + "</div>"
               for query in found["queries"]]
@@ -361,8 +362,11 @@ p, li {{ max-width: 46rem; overflow-wrap: anywhere }} img, svg {{ max-width: 100
 pre {{ background: var(--field); padding: .7rem; overflow-x: auto; border-radius: 4px }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: 1rem 0; font-variant-numeric: tabular-nums }}
 table, th, td {{ border: 0 }} th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid var(--line) }}
-th:first-child, tbody th {{ text-align: left; vertical-align: top }} thead tr + tr {{ color: var(--soft) }}
-table.board td:last-child, table.board th:last-child {{ text-align: left }}
+th:first-child, tbody th, .board thead tr + tr th {{ text-align: left; vertical-align: top }}
+thead tr + tr {{ color: var(--soft) }} .board td, .board tbody th {{ white-space: nowrap }}
+.board td:last-child {{ text-align: left }}
+@media (max-width: 40rem) {{ body {{ margin: 1rem auto }} table {{ font-size: .8rem }} th, td {{ padding: .2rem .45rem }}
+.jp-RenderedSVG img, .jp-RenderedSVG svg, .output_svg img, .output_svg svg {{ max-width: none; width: 36rem }} }}
 .anchor-link, .prompt {{ display: none }} .jp-RenderedHTMLCommon, .output_area {{ overflow-x: auto }}
 .sides {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0 1.6rem; font-size: .9rem }}
 .sides h4 {{ margin: .4rem 0 }} .sides small, .other {{ color: var(--soft) }} .sides ol {{ margin: 0; padding-left: 1.3rem }}
@@ -391,5 +395,6 @@ def report_html(notebook: Path,  # an executed notebook
                 if line.startswith("# ")]
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_output_prompt=True)
     body, _ = exporter.from_notebook_node(cells)
+    body = body.replace("No description has been provided for this image", "the figure that the text above describes")
     title = html.escape((headings or [Path(notebook).stem])[0])
     return write_text(out, PAGE.format(title=title, body=body))
