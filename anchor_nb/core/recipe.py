@@ -320,8 +320,8 @@ class Evaluate(Recipe):
                                 "table 13", reads="instructions", group="first")
     queries: int = setting(0, "queries kept of each folder; 0: all", "ours: for small machines", group="first")
     documents: int = setting(0, "documents kept of each folder; 0: all", "ours: for small machines", group="first")
-    yardsticks: list = setting(["bm25", "minilm"], "what every table holds besides: bm25 (words), minilm "
-                               "(all-MiniLM-L6-v2); [] leaves them out", "ours", group="first")
+    yardsticks: list = setting(["bm25", "minilm"], "scored beside the models: bm25, minilm (all-MiniLM-L6-v2)", "ours",
+                               group="first")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2", group="first")
     seed: int = setting(0, "decides which queries and documents are kept", "ours")
     rerank_documents_instructed: bool = setting(False, "in reranking tasks documents get the instruction too",

@@ -29,8 +29,8 @@ def evaluation_behind(row: dict,    # of a ledger
                      ) -> Evaluation | None:
     "The evaluation that a row came from, where it was kept."
     path = Path(folder)/evaluation_file(row)
-    found = load_evaluation(path) if path.is_file() else None
-    return found if found and np.isclose(found.score, row["value"]) else None
+    kept = load_evaluation(path) if path.is_file() else None
+    return kept if kept and np.isclose(kept.score, row["value"]) else None
 
 def load_per_query(ledger: list,  # rows
                    folder: Path,  # where `save_evaluation` wrote
@@ -38,8 +38,8 @@ def load_per_query(ledger: list,  # rows
     "The values behind the comparable rows of a ledger, where they were kept."
     items = {}
     for row in comparable(ledger):
-        found = evaluation_behind(row, folder)
-        if found and found.items: items[row["label"], row["step"], row["task"]] = found.items
+        kept = evaluation_behind(row, folder)
+        if kept and kept.items: items[row["label"], row["step"], row["task"]] = kept.items
     return items
 
 
@@ -91,6 +91,15 @@ def percent(value): # of an Interval, or None -> [mean, low, high] in per cent
     "An interval as plain numbers."
     return [100 * number for number in (value.mean, value.low, value.high)] if value else [None] * 3
 
+def facts_of(row: dict) -> dict: # of a ledger
+    "What the lines of a task share."
+    return dict(task=row["task"], type=row["type"], metric=METRIC_NAMES.get(row["metric"], row["metric"]),
+                items=row.get("queries") or 0, documents=row.get("documents") or 0)
+
+def mean_facts(count: int) -> dict: # of tasks
+    "The same for the mean of several tasks."
+    return dict(task=f"mean of {count} tasks", type="", metric="mean score", items=0, documents=0)
+
 def verdict(low, high) -> str: # of a difference in points, None without an interval
     "A difference in a word or two."
     return "no interval" if low is None else "better" if low > 0 else "worse" if high < 0 else "no clear difference"
@@ -118,11 +127,8 @@ def scoreboard(rows: list,   # of a ledger
               ) -> list:     # of plain dictionaries, in per cent and points
     "Models by tasks with 95 % intervals and differences to the best yardstick; first the mean, if several tasks."
     rows = [row for row in comparable(rows) if tasks is None or row["task"] in tasks]
-    facts = {row["task"]: dict(task=row["task"], type=row["type"], metric=METRIC_NAMES.get(row["metric"], row["metric"]),
-                               items=row.get("queries") or 0, documents=row.get("documents") or 0) for row in rows}
-    lines, mean = [], dict(type="", metric="mean score", items=0, documents=0)
-    if len(facts) > 1:
-        lines = lines_of(parts_of(rows, items, list(facts)), task=f"mean of {len(facts)} tasks", **mean)
+    facts, lines = {row["task"]: facts_of(row) for row in rows}, []
+    if len(facts) > 1: lines = lines_of(parts_of(rows, items, list(facts)), **mean_facts(len(facts)))
     for name, task in facts.items(): lines += lines_of(parts_of(rows, items, [name]), **task)
     return lines
 
@@ -137,7 +143,7 @@ def shown_name(label: str, longest: int = 28) -> str:
 
 def caption(line: dict) -> str: # of a scoreboard
     "What the lines of a task are."
-    noun = {"STS": "pairs", "PairClassification": "pairs"}.get(line["type"], "queries" if line["documents"] else "texts")
+    noun = "queries" if line["documents"] else "pairs" if line["type"] in ("STS", "PairClassification") else "texts"
     counts = [f"{line['items']:,} {noun}"] * (line["items"] > 0)
     counts += [f"{line['documents']:,} documents"] * (line["documents"] > 0)
     return ", ".join([f"{line['task']}: {line['type']}".rstrip(": "), f"{line['metric']} in per cent", *counts])
@@ -200,8 +206,7 @@ def scoreboard_table(lines: list, # from `scoreboard`
     "A scoreboard for a notebook or a page."
     import pandas as pd
     names = ["score", "95 % interval", "to the best yardstick", "verdict"]
-    table = pd.DataFrame([dict(task=line["task"], model=shown_name(line["model"]), **dict(zip(names, cells_of(line)[1:])))
-                          for line in lines], columns=["task", "model", *names])
+    table = pd.DataFrame([[line["task"], *cells_of(line)] for line in lines], columns=["task", "model", *names])
     return table.set_index(["task", "model"] if table["task"].nunique() > 1 else "model")
 
 
@@ -218,10 +223,10 @@ class Side:
         if not path.is_file():
             raise FileNotFoundError(f"there is no {path}; `anchor-nb evaluate` writes one")
         rows = completed(read_rows(path))
-        if not (own := [row for row in rows if row["label"] == self.label]):
-            known = ", ".join(dict.fromkeys(row["label"] for row in rows)) or "nothing"
-            raise ValueError(f"{path} has no scores of {self.label!r}; it has {known}")
-        return own
+        known = dict.fromkeys(row["label"] for row in rows)
+        if self.label not in known:
+            raise ValueError(f"{path} has no scores of {self.label!r}; it has {', '.join(known) or 'nothing'}")
+        return [row for row in rows if row["label"] == self.label]
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #9c7adf68
@@ -231,10 +236,10 @@ def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> 
             if not tasks or row["task"] in tasks]
     both, items, hits = latest(rows), {}, {}
     for row in both:
-        found = evaluation_behind(row | dict(label=row["known_as"]), Path(sides[row["label"]].folder)/"per_query")
-        if not found: continue
-        if found.items: items[row["label"], row["step"], row["task"]] = found.items
-        hits.setdefault(row["task"], {}).update(found.hits)
+        kept = evaluation_behind(row | dict(label=row["known_as"]), Path(sides[row["label"]].folder)/"per_query")
+        if not kept: continue
+        if kept.items: items[row["label"], row["step"], row["task"]] = kept.items
+        hits.setdefault(row["task"], {}).update(kept.hits)
     names = dict.fromkeys(row["task"] for row in rows)
     return both, items, hits, [task for task in names if parts_of(both, {}, [task]).keys() != {0, 1}]
 
@@ -261,6 +266,18 @@ def query_by_query(a: dict, b: dict, hits: dict, most: int = 5) -> dict: # items
                              first=100 * a["values"][query], second=100 * b["values"][query]) for query in widest])
 
 
+# %% ../../nbs/evaluation/07_comparison.ipynb #037b913f
+def one_task(names: list, tasks: list, rows: list, items: dict, hits: dict, line: dict) -> dict: # from `side_by_side`
+    "The line of a comparison for one task, or for the mean of several; line: what it begins with."
+    parts = parts_of(rows, items, tasks)
+    scores = [100 * fmean(parts[place].seeds.values()) for place in (0, 1)]
+    gap, (_, low, high) = scores[0] - scores[1], percent(difference(parts[0], parts[1]))
+    noun = "queries" if line["documents"] else "items"
+    single = query_by_query(parts[0].items[0], parts[1].items[0], hits.get(tasks[0], {})) if len(tasks) == 1 else {}
+    return line | dict(first=scores[0], second=scores[1], difference=gap, low=low, high=high,
+                       verdict=in_words(names, gap, low, high, line["items"], noun), **single)
+
+
 # %% ../../nbs/evaluation/07_comparison.ipynb #86c0f423
 def comparison(a: Side, b: Side,
                tasks = None, # names; None: all that both have
@@ -272,19 +289,9 @@ def comparison(a: Side, b: Side,
     if not facts:
         raise ValueError(f"{names[0]} and {names[1]} have no task in common on the same data, length and instructions; "
                          "evaluate both with --task")
-    found = []
-    for group in ([[*facts]] if len(facts) > 1 else []) + [[task] for task in facts]:
-        parts, row = parts_of(rows, items, group), facts[group[0]]
-        interval, scores = difference(parts[0], parts[1]), [fmean(parts[k].seeds.values()) for k in (0, 1)]
-        _, low, high = percent(interval)
-        single = query_by_query(parts[0].items[0], parts[1].items[0], hits.get(group[0], {})) if len(group) == 1 else {}
-        line = dict(task=group[0], type=row["type"], metric=METRIC_NAMES.get(row["metric"], row["metric"]),
-                    items=row.get("queries") or 0, documents=row.get("documents") or 0)
-        if len(group) > 1: line = dict(task=f"mean of {len(group)} tasks", type="", metric="mean score", items=0, documents=0)
-        gap, noun = 100 * (scores[0] - scores[1]), "queries" if line["documents"] else "items"
-        found.append(line | dict(first=100 * scores[0], second=100 * scores[1], difference=gap, low=low, high=high,
-                                 verdict=in_words(names, gap, low, high, line["items"], noun), **single))
-    return dict(names=names, tasks=found, left_out=left_out)
+    lines = [one_task(names, [task], rows, items, hits, facts_of(row)) for task, row in facts.items()]
+    if len(facts) > 1: lines.insert(0, one_task(names, list(facts), rows, items, {}, mean_facts(len(facts))))
+    return dict(names=names, tasks=lines, left_out=left_out)
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #fdd5f2e2

@@ -34,9 +34,11 @@ def first_hits(rows, judged: dict, results: dict) -> dict: # query -> dict(text,
     def texts(part, wanted): # id -> text
         places = {name: place for place, name in enumerate(rows[part]["id"]) if name in wanted}
         return {name: beginning(rows[part][place]) for name, place in places.items()}
-    asked, found = texts("queries", set(best)), texts("corpus", {name for hits in best.values() for name in hits})
-    return {query: dict(text=asked.get(query, query), hits=[[name, found.get(name, ""), judged.get(query, {}).get(name, 0)]
-                                                            for name in hits]) for query, hits in best.items()}
+    asked = texts("queries", set(best))
+    answers = texts("corpus", {name for hits in best.values() for name in hits})
+    def shown(query, name): return [name, answers.get(name, ""), judged.get(query, {}).get(name, 0)]
+    return {query: dict(text=asked.get(query, query), hits=[shown(query, name) for name in hits])
+            for query, hits in best.items()}
 
 
 # %% ../../nbs/evaluation/04_measure.ipynb #8bc948b9

@@ -17,7 +17,8 @@ from ..evaluation.tables import by_seed, comparable, last_steps, mean_by_seed
 
 # %% ../../nbs/experiments/03_figures.ipynb #224e07af
 SYSTEMS = {"untrained": ("untrained", "#949494"), "stage1": ("stage I only", "#029e73"),
-           "baseline": ("stage II only", "#de8f05"), "anchor": ("stage I + II", "#0173b2"), "bm25": (YARDSTICKS["bm25"], "#333333"),
+           "baseline": ("stage II only", "#de8f05"), "anchor": ("stage I + II", "#0173b2"),
+           "bm25": (YARDSTICKS["bm25"], "#333333"),
            "minilm": (YARDSTICKS["minilm"], "#ca9161")}
 PAPER_NAMES = {"untrained": "unsupervised", "stage1": "stage1_only", "baseline": "stage2_only",
                "anchor": "stage1+stage2"}

@@ -176,9 +176,9 @@ def own_pairs(ledger: list, task: str) -> list: # of (label, label)
     "Every system that is not the paper's against the best yardstick, and the best against the next best."
     scores = {label: value for (label, name), (_, value) in finals(ledger).items() if name == task}
     order = sorted(scores, key=scores.get, reverse=True)
-    own = [label for label in order if label not in PAPER_NAMES and label not in YARDSTICKS]
+    ours = [label for label in order if label not in PAPER_NAMES and label not in YARDSTICKS]
     best = next((label for label in order if label in YARDSTICKS), None)
-    return [(label, best) for label in own if best] + list(zip(own, own[1:]))[:1]
+    return [(label, best) for label in ours if best] + list(zip(ours, ours[1:]))[:1]
 
 def can_show(ledger: list, per_query: dict) -> list: # of sentences
     "What the ledger says about each comparison that was run."
@@ -267,11 +267,11 @@ def result_caption(board: list) -> str: # from `comparison.scoreboard`
     for task, lines in list(tasks.items())[:4]:
         first, yardstick = lines[0], next((line for line in lines if line["model"] == line["against"]), None)
         text = f"On {task}, {shown_name(first['model'])} is first with {first['score']:.1f} % {first['metric']}"
-        own = next((line for line in lines if line["model"] not in YARDSTICKS), None)
-        if yardstick and own:
-            side = "ahead of" if own["difference"] > 0 else "behind"
-            text += f"; {shown_name(own['model'])} is {abs(own['difference']):.1f} points {side} the best yardstick, "
-            text += f"{shown_name(yardstick['model'])} ({own['verdict']})"
+        ours = next((line for line in lines if line["model"] not in YARDSTICKS), None)
+        if yardstick and ours:
+            side = "ahead of" if ours["difference"] > 0 else "behind"
+            text += f"; {shown_name(ours['model'])} is {abs(ours['difference']):.1f} points {side} the best yardstick, "
+            text += f"{shown_name(yardstick['model'])} ({ours['verdict']})"
         sentences.append(text + ".")
     return " ".join(sentences)
 
@@ -294,20 +294,20 @@ def examples(ledger: list,     # rows
     tasks = {}
     for label, rows in last_steps(comparable(ledger)).items():
         for row in rows:
-            found = evaluation_behind(row, folder)
-            if found and found.hits and found.items: tasks.setdefault(row["task"], {})[label] = found
-    for task, found in tasks.items():
-        order = sorted(found, key=lambda label: found[label].score, reverse=True)
-        own = [label for label in order if label not in YARDSTICKS][:1]
-        labels = own + [label for label in order if label in YARDSTICKS]
-        shared = set.intersection(*(found[label].hits.keys() & found[label].items["values"].keys() for label in labels))
-        if not own or not shared: continue
-        value = lambda label, query: found[label].items["values"][query]
+            kept = evaluation_behind(row, folder)
+            if kept and kept.hits and kept.items: tasks.setdefault(row["task"], {})[label] = kept
+    for task, kept in tasks.items():
+        order = sorted(kept, key=lambda label: kept[label].score, reverse=True)
+        ours = [label for label in order if label not in YARDSTICKS][:1]
+        labels = ours + [label for label in order if label in YARDSTICKS]
+        shared = set.intersection(*(kept[label].hits.keys() & kept[label].items["values"].keys() for label in labels))
+        if not ours or not shared: continue
+        value = lambda label, query: kept[label].items["values"][query]
         gap = lambda query: -abs(value(labels[0], query) - value(labels[min(1, len(labels) - 1)], query))
         chosen = sorted(shared, key=lambda query: (gap(query), query))[:most]
-        sides = lambda query: {label: (100 * value(label, query), found[label].hits[query]["hits"]) for label in labels}
+        sides = lambda query: {label: (100 * value(label, query), kept[label].hits[query]["hits"]) for label in labels}
         return dict(task=task, labels=labels, metric=metric_of(ledger, task),
-                    queries=[dict(text=found[labels[0]].hits[query]["text"], sides=sides(query)) for query in chosen])
+                    queries=[dict(text=kept[labels[0]].hits[query]["text"], sides=sides(query)) for query in chosen])
     return {}
 
 def examples_html(found: dict) -> str: # from `examples`
@@ -317,7 +317,7 @@ def examples_html(found: dict) -> str: # from `examples`
         return f'<li class="{kind}">{mark}{html.escape(textwrap.shorten(text or document, 150, placeholder="…"))}</li>'
     def side(label, score, hits):
         return (f'<div><h4>{html.escape(shown_name(label))} <small>{score:.0f}</small></h4>'
-                f'<ol>{"".join(hit(*found) for found in hits[:3])}</ol></div>')
+                f'<ol>{"".join(hit(*row) for row in hits[:3])}</ol></div>')
     blocks = [f'<h3 class="query">{html.escape(query["text"])}</h3><div class="sides">'
               + "".join(side(label, *query["sides"][label]) for label in found["labels"]) + "</div>"
               for query in found["queries"]]
@@ -325,25 +325,30 @@ def examples_html(found: dict) -> str: # from `examples`
 
 
 # %% ../../nbs/experiments/05_report.ipynb #b4abff73
-def next_step(folder: Path, board: list, manifests: dict) -> tuple: # board: from `comparison.scoreboard`; (why, command)
+def next_step(folder: Path,    # what the report is of
+              board: list,     # from `comparison.scoreboard`
+              manifests: dict, # label -> manifest
+             ) -> tuple:       # (why, command)
     "The next command, with the reason for it."
     command = lambda *words: shlex.join(["anchor-nb", *map(str, words)])
+    exam = ("--task", "FOLDER", "-p", f"out={folder}")
     trained = [label for label, manifest in manifests.items() if manifest.get("stage") in ("stage1", "stage2")]
-    own = next((line for line in board if line["model"] not in YARDSTICKS), None)
-    if not own:
-        model = Path(folder)/trained[-1] if trained else "MODEL"
-        return "Nothing of yours is scored here yet.", command("evaluate", model, "--task", "FOLDER", "-p", f"out={folder}")
-    last = own["model"] if own["model"] in manifests else trained[-1] if trained else ""
-    if own.get("verdict") == "better":
+    ours = next((line for line in board if line["model"] not in YARDSTICKS), None)
+    if not ours:
+        return "Nothing of yours is scored here yet.", command("evaluate", Path(folder)/trained[-1] if trained else "MODEL",
+                                                               *exam)
+    last = ours["model"] if ours["model"] in manifests else trained[-1] if trained else ""
+    if ours.get("verdict") == "better":
         return ("It beats the yardsticks, so search with it.",
-                command("search", Path(folder)/last if last else own["model"], "DOCUMENTS", "a question"))
-    data = manifests.get(last, {}).get("recipe", {}).get("data", "") or "PAIRS"
-    if last and own["against"]:
+                command("search", Path(folder)/last if last else ours["model"], "DOCUMENTS", "a question"))
+    if last and ours["against"]:
+        pairs = manifests.get(last, {}).get("recipe", {}).get("data", "") or "PAIRS"
+        values = dict(model=Path(folder)/last, data=pairs, out=f"{folder}/negatives")
         return ("It is not ahead of the best yardstick. Hard negatives from its own mistakes often help.",
-                command("mine", "-p", f"model={Path(folder)/last}", "-p", f"data={data}", "-p", f"out={folder}/negatives"))
-    rest = [line["model"] for line in board if line["task"] == own["task"] and line["model"] != own["model"]]
-    if rest: return "See on which queries they differ.", command("compare", own["model"], rest[0], "--ledger", folder)
-    return "A score alone says little.", command("evaluate", own["model"], "--task", "FOLDER", "-p", f"out={folder}")
+                command("mine", *(word for name, value in values.items() for word in ("-p", f"{name}={value}"))))
+    rest = [line["model"] for line in board if line["task"] == ours["task"] and line["model"] != ours["model"]]
+    if rest: return "See on which queries they differ.", command("compare", ours["model"], rest[0], "--ledger", folder)
+    return "A score alone says little.", command("evaluate", ours["model"], *exam)
 
 
 # %% ../../nbs/experiments/05_report.ipynb #9eee043b
@@ -351,7 +356,8 @@ PAGE = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>{title}</title><style>
-:root {{ --paper: #fff; --ink: #222; --soft: #666; --line: #ddd; --field: #f5f5f5; --good: #00664b; color-scheme: light dark }}
+:root {{ --paper: #fff; --ink: #222; --soft: #666; --line: #ddd; --field: #f5f5f5; --good: #00664b;
+  color-scheme: light dark }}
 @media (prefers-color-scheme: dark) {{
 :root {{ --paper: #171717; --ink: #e4e4e4; --soft: #a5a5a5; --line: #3c3c3c; --field: #242424; --good: #5fd3ae }}
 img, .jp-RenderedSVG svg, .output_svg svg {{ filter: invert(.91) hue-rotate(180deg) }} }}
@@ -361,15 +367,18 @@ h1, h2, h3 {{ line-height: 1.25 }} h2 {{ margin-top: 2.6rem }}
 p, li {{ max-width: 46rem; overflow-wrap: anywhere }} img, svg {{ max-width: 100%; height: auto }}
 pre {{ background: var(--field); padding: .7rem; overflow-x: auto; border-radius: 4px }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: 1rem 0; font-variant-numeric: tabular-nums }}
-table, th, td {{ border: 0 }} th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid var(--line) }}
+table, th, td {{ border: 0 }}
+th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid var(--line) }}
 th:first-child, tbody th, .board thead tr + tr th {{ text-align: left; vertical-align: top }}
 thead tr + tr {{ color: var(--soft) }} .board td, .board tbody th {{ white-space: nowrap }}
 .board td:last-child {{ text-align: left }}
-@media (max-width: 40rem) {{ body {{ margin: 1rem auto }} table {{ font-size: .8rem }} th, td {{ padding: .2rem .45rem }}
+@media (max-width: 40rem) {{
+body {{ margin: 1rem auto }} table {{ font-size: .8rem }} th, td {{ padding: .2rem .45rem }}
 .jp-RenderedSVG img, .jp-RenderedSVG svg, .output_svg img, .output_svg svg {{ max-width: none; width: 36rem }} }}
 .anchor-link, .prompt {{ display: none }} .jp-RenderedHTMLCommon, .output_area {{ overflow-x: auto }}
 .sides {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0 1.6rem; font-size: .9rem }}
-.sides h4 {{ margin: .4rem 0 }} .sides small, .other {{ color: var(--soft) }} .sides ol {{ margin: 0; padding-left: 1.3rem }}
+.sides h4 {{ margin: .4rem 0 }} .sides small, .other {{ color: var(--soft) }}
+.sides ol {{ margin: 0; padding-left: 1.3rem }}
 .sides li {{ margin-bottom: .35rem }} .answer {{ color: var(--good) }}
 h3.query {{ margin: 1.6rem 0 .2rem; padding-top: .8rem; border-top: 1px solid var(--line); font-size: 1rem }}
 details {{ margin: 2rem 0; border-top: 1px solid var(--line); padding-top: .6rem }} summary {{ cursor: pointer }}

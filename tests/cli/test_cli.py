@@ -167,9 +167,8 @@ def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
 
 # ---- JSON ----
 
-WITH_JSON = ["analyse", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan",
-             "push",
-             "recipe", "recipes", "search", "sweep"]
+WITH_JSON = ["analyse", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge",
+             "plan", "push", "recipe", "recipes", "search", "sweep"]
 
 
 def noisy(found):

@@ -152,10 +152,11 @@ def test_evaluation_refuses_bad_input_before_it_loads_a_model(tmp_path, change, 
 
 
 def test_a_yardstick_that_cannot_be_had_is_named_and_nothing_fails(tmp_path, monkeypatch):
-    for name, value in dict(ANCHOR_NB_CACHE=tmp_path/"cache", HF_HUB_CACHE=tmp_path/"hub", HF_HUB_OFFLINE=1, PIP_RETRIES=0,
-                            PIP_INDEX_URL="http://127.0.0.1:9", PIP_EXTRA_INDEX_URL="").items():
+    for name, value in dict(ANCHOR_NB_CACHE=tmp_path/"cache", HF_HUB_CACHE=tmp_path/"hub", HF_HUB_OFFLINE=1,
+                            PIP_RETRIES=0, PIP_INDEX_URL="http://127.0.0.1:9", PIP_EXTRA_INDEX_URL="").items():
         monkeypatch.setenv(name, str(value))
-    parameters = dict(tasks=[write_set(tmp_path/"eval")], models={}, out=str(tmp_path/"out"), yardsticks=["bm25", "minilm"])
+    parameters = dict(tasks=[write_set(tmp_path/"eval")], models={}, out=str(tmp_path/"out"),
+                      yardsticks=["bm25", "minilm"])
     stage_runs.run_stage("evaluate", parameters, log=False)
     summary = ledgers.read_json(tmp_path/"out"/"summary.json")
     assert (list(summary["models"]), summary["failed"], list(summary["not_scored"])) == (["bm25"], [], ["minilm"])
