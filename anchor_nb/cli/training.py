@@ -16,7 +16,7 @@ from ..core.recipe import RECIPES
 from ..core.presets import methods, presets
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
-from .app import (DATA, SCALE, SCORE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
+from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
                                ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
                                first_line, gather, option, parameter_help, show, with_gpus)
 
@@ -42,11 +42,11 @@ def add_stage(stage: str):
         if int(os.environ.get("NODE_RANK", 0)) and stage in TRAINING: return train_stage(stage, values) and None
         typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
     purpose = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
-    panel = dict(prepare=DATA, mine=DATA, report=SCORE).get(stage, TRAIN)
+    panel = dict(prepare=DATA, mine=DATA).get(stage, TRAIN)
     app.command(stage, help=f"{purpose}\n\n{parameter_help(stage)}", rich_help_panel=panel)(command)
 
 for stage in dict.fromkeys([*RECIPES, *stages()]):
-    if stage not in ("evaluate", "analyse"): add_stage(stage)
+    if stage not in ("evaluate", "analyse", "report"): add_stage(stage)
 
 # %% ../../nbs/cli/02_training.ipynb #aae3cab9
 def show_plan(preset: str, out: Path, overrides: dict):

@@ -14,7 +14,32 @@ import numpy as np
 from ..core.files import write_text
 from .benchmarks import data_id, leaves, refuse_empty, rows_of, sizes, superseded_expected
 from .encoders import BM25
+from ..data.packages import pick
 from .significance import interval_of, statistic
+
+# %% ../../nbs/evaluation/04_measure.ipynb #19111e89
+SHOWN = dict(queries=300, hits=5, letters=240)
+
+def beginning(row: dict) -> str: # of a corpus or of queries
+    "Title and text of a row in one line, shortened."
+    parts = [part for part in (row.get("title"), row.get("text")) if isinstance(part, str)]
+    text = " ".join(" ".join(parts).split())
+    return text if len(text) <= SHOWN["letters"] else text[:SHOWN["letters"] - 1] + "…"
+
+def first_hits(rows, judged: dict, results: dict) -> dict: # query -> dict(text, hits: [document, text, grade])
+    "What a search found for some queries; rows: of a loaded split, judged and results: query -> document -> number."
+    chosen = sorted(results, key=lambda query: (pick(f"hits {query}", 2**63), query))[:SHOWN["queries"]]
+    best = {query: sorted(results[query], key=lambda document: (-results[query][document], document))[:SHOWN["hits"]]
+            for query in chosen}
+    def texts(part, wanted): # id -> text
+        places = {name: place for place, name in enumerate(rows[part]["id"]) if name in wanted}
+        return {name: beginning(rows[part][place]) for name, place in places.items()}
+    asked = texts("queries", set(best))
+    answers = texts("corpus", {name for hits in best.values() for name in hits})
+    def shown(query, name): return [name, answers.get(name, ""), judged.get(query, {}).get(name, 0)]
+    return {query: dict(text=asked.get(query, query), hits=[shown(query, name) for name in hits])
+            for query, hits in best.items()}
+
 
 # %% ../../nbs/evaluation/04_measure.ipynb #8bc948b9
 def trec_name(metric: str) -> str: # ndcg_at_10 -> ndcg_cut_10
@@ -22,13 +47,15 @@ def trec_name(metric: str) -> str: # ndcg_at_10 -> ndcg_cut_10
     theirs = {"ndcg_at": "ndcg_cut", "map_at": "map_cut", "recall_at": "recall", "precision_at": "P"}
     return next((metric.replace(name, other) for name, other in theirs.items() if name in metric), metric)
 
-def watch_queries(task, values: dict):
-    "Have a retrieval task put its main metric for each query into `values` while it is evaluated."
+def watch_queries(task, values: dict, hits: dict):
+    "Have a retrieval task put each query's main metric into `values`, and its first hits into `hits`."
     inner, key = task.task_specific_scores, trec_name(task.metadata.main_score)
-    def keep(scores, *args, **kwargs):
-        where = f"{kwargs['hf_subset']}/{kwargs['hf_split']}"
+    def keep(scores, judged, results, hf_split, hf_subset):
+        where = f"{hf_subset}/{hf_split}"
         values.update({f"{where}/{query}": float(metrics[key]) for query, metrics in scores.items() if key in metrics})
-        return inner(scores, *args, **kwargs)
+        shown = first_hits(rows_of(task, hf_subset, hf_split), judged, results)
+        hits.update({f"{where}/{query}": found for query, found in shown.items()})
+        return inner(scores, judged, results, hf_split=hf_split, hf_subset=hf_subset)
     task.task_specific_scores = keep
 
 # %% ../../nbs/evaluation/04_measure.ipynb #76b93396
@@ -72,6 +99,7 @@ class Evaluation:
     documents: int   # how many were searched
     seconds: float   # loading the data, encoding and scoring
     items: dict = field(default_factory=dict, repr=False) # as `interval_of` takes them; empty: none
+    hits: dict = field(default_factory=dict, repr=False) # of some queries, from `first_hits`; empty: none
 
     @property
     def score(self) -> float:
@@ -121,14 +149,14 @@ def loaded(task): # -> (queries or rows, documents); of an aggregate (0, 0), sin
     finally: task.unload_data()
 
 # %% ../../nbs/evaluation/04_measure.ipynb #454c53d9
-def run_mteb(model, task, store) -> tuple: # (mteb's result, "subset/split/item" -> value or [gold, predicted])
-    "Run mteb, and keep the per-item values that it computes and discards."
+def run_mteb(model, task, store) -> tuple: # (result, "subset/split/item" -> value or [gold, predicted], hits)
+    "Run mteb, and keep the per-item values and hits that it computes and discards."
     import datasets, mteb
     datasets.disable_progress_bars()
-    values, ranked = {}, hasattr(task, "task_specific_scores")
+    values, hits, ranked = {}, {}, hasattr(task, "task_specific_scores")
     quiet = redirect_stderr(io.StringIO()) if model.mteb_model_meta.name == BM25 else nullcontext() # eight bars a task
     with tempfile.TemporaryDirectory() as predictions, quiet, superseded_expected():
-        if ranked: watch_queries(task, values)
+        if ranked: watch_queries(task, values, hits)
         try:
             result = mteb.evaluate(model, task, cache=store, co2_tracker=False, show_progress_bar=False,
                                    encode_kwargs=dict(batch_size=512, show_progress_bar=False),
@@ -136,7 +164,7 @@ def run_mteb(model, task, store) -> tuple: # (mteb's result, "subset/split/item"
         finally:
             if ranked: del task.task_specific_scores
         if not ranked and not task.is_aggregate: values = read_predictions(task, predictions)
-        return result.task_results[0], values
+        return result.task_results[0], values, hits
 
 def evaluate_task(model,        # from `load`, or anything that mteb takes
                   task,         # an mteb task
@@ -147,7 +175,7 @@ def evaluate_task(model,        # from `load`, or anything that mteb takes
     store, started = mteb.ResultCache(cache), time.monotonic()
     forget(store, task, model.mteb_model_meta)
     with loaded(task) as (queries, documents):
-        result, values = run_mteb(model, task, store)
+        result, values, hits = run_mteb(model, task, store)
         parts, kind, main = parts_of(result, task), task.metadata.type, task.metadata.main_score
         metrics = {main: float(np.mean([part["main_score"] for part in parts]))}
         if kind in ("Retrieval", "Reranking"): metrics |= means(parts, METRICS)
@@ -155,7 +183,7 @@ def evaluate_task(model,        # from `load`, or anything that mteb takes
             raise ValueError(f"{task.metadata.name}: the score is undefined; the model may give all texts the same "
                              "vector, or the gold values are all equal")
         return Evaluation(task.metadata.name, kind, main, metrics, data_id(task), queries, documents,
-                          round(time.monotonic() - started, 2), explaining(values, kind, metrics[main]))
+                          round(time.monotonic() - started, 2), explaining(values, kind, metrics[main]), hits)
 
 # %% ../../nbs/evaluation/04_measure.ipynb #e488c9c9
 def save_evaluation(evaluation: Evaluation, # what to keep

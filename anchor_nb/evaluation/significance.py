@@ -17,6 +17,11 @@ class Interval:
     low: float   # 2.5th percentile
     high: float  # 97.5th percentile
 
+def _means(values: np.ndarray, generator, samples: int) -> np.ndarray: # [samples], rounded up to hundreds
+    "The mean of each draw with replacement."
+    draws = [values[generator.integers(0, len(values), (100, len(values)))].mean(1) for _ in range(-(-samples // 100))]
+    return np.concatenate(draws)
+
 def bootstrap(values,              # one number per query
               seed: int = 0,       # of the draws
               samples: int = 10_000, # number of draws
@@ -25,8 +30,7 @@ def bootstrap(values,              # one number per query
     values, generator = np.asarray(list(values), dtype=np.float64), np.random.default_rng(seed)
     if not len(values):
         raise ValueError("no values; a bootstrap needs at least one query")
-    means = [values[generator.integers(0, len(values), (100, len(values)))].mean(1) for _ in range(-(-samples // 100))]
-    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    low, high = np.percentile(_means(values, generator, samples), [2.5, 97.5])
     return Interval(float(values.mean()), float(low), float(high))
 
 # %% ../../nbs/evaluation/00_significance.ipynb #04e224b2
@@ -39,6 +43,17 @@ def paired_bootstrap(a: dict,       # query id -> value of one system
         raise ValueError(f"{len(a.keys() ^ b.keys())} queries were asked of one system only; evaluate both on the same "
                          "cut of the task")
     return bootstrap([a[query] - b[query] for query in sorted(a)], seed)
+
+# %% ../../nbs/evaluation/00_significance.ipynb #069962cd
+def mean_of_tasks(tasks: list,        # for each task, its numbers, one per query
+                  seed: int = 0,      # of the draws
+                  samples: int = 10_000, # number of draws
+                 ) -> Interval:
+    "The plain mean of the tasks' means with its 95 % interval over queries."
+    generator, tasks = np.random.default_rng(seed), [np.asarray(list(values), dtype=np.float64) for values in tasks]
+    draws = sum(_means(values, generator, samples) for values in tasks) / len(tasks)
+    return Interval(float(np.mean([values.mean() for values in tasks])), *map(float, np.percentile(draws, [2.5, 97.5])))
+
 
 # %% ../../nbs/evaluation/00_significance.ipynb #82d72935
 def over_seeds(values,      # one score per training seed

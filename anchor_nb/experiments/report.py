@@ -6,14 +6,19 @@
 __all__ = ['comparison_table', 'read_manifests', 'run_facts', 'runs_table', 'cannot_show']
 
 # %% ../../nbs/experiments/05_report.ipynb #d8950605
+import html
 import json
+import shlex
+import textwrap
 from pathlib import Path
+from statistics import fmean
 import numpy as np
 from ..core.files import write_text
-from .figures import (PAPER_MODELS, PAPER_NAMES, SYSTEMS, finals, interval, metric_of, points,
-                                           system)
+from ..evaluation.comparison import evaluation_behind, shown_name
+from ..evaluation.encoders import YARDSTICKS
+from .figures import (PAPER_MODELS, PAPER_NAMES, finals, interval, metric_of, points, system)
 from ..core.recipe import paper
-from ..evaluation.tables import by_seed, comparable, compared, expected_vs_obtained, over_tasks
+from ..evaluation.tables import by_seed, comparable, compared, expected_vs_obtained, last_steps, over_tasks
 
 # %% ../../nbs/experiments/05_report.ipynb #6b9b4433
 def _cell(value: float, interval=None, sign: str = "") -> str: # value in [-1, 1]
@@ -28,7 +33,7 @@ def comparison_table(ledger: list,         # rows
     "Each system's main scores beside the paper's mean of 15 tasks, all in per cent."
     import pandas as pd
     last, theirs = finals(ledger), paper()["table10_stages_subset15"]
-    labels = [*PAPER_NAMES, "bm25", *sorted({label for label, _ in last} - SYSTEMS.keys())]
+    labels = [*PAPER_NAMES, "bm25", *sorted({label for label, _ in last} - PAPER_NAMES.keys() - {"bm25"})]
     scored = {row["label"] for row in ledger}
     def ours(label, task):
         if (label, task) not in last: return "–" if label in scored else "not run"
@@ -167,11 +172,19 @@ def _early_verdict(ledger: list, per_query: dict, task: str) -> list: # of one s
     return []
 
 # %% ../../nbs/experiments/05_report.ipynb #eb14e319
+def own_pairs(ledger: list, task: str) -> list: # of (label, label)
+    "Every system that is not the paper's against the best yardstick, and the best against the next best."
+    scores = {label: value for (label, name), (_, value) in finals(ledger).items() if name == task}
+    order = sorted(scores, key=scores.get, reverse=True)
+    ours = [label for label in order if label not in PAPER_NAMES and label not in YARDSTICKS]
+    best = next((label for label in order if label in YARDSTICKS), None)
+    return [(label, best) for label in ours if best] + list(zip(ours, ours[1:]))[:1]
+
 def can_show(ledger: list, per_query: dict) -> list: # of sentences
     "What the ledger says about each comparison that was run."
     sentences = []
     for task in sorted({task for _, task in finals(ledger)}):
-        for first, second in PAIRS:
+        for first, second in dict.fromkeys([*own_pairs(ledger, task), *PAIRS]):
             if interval := difference(ledger, per_query, first, second, task):
                 sentences.append(_verdict(interval, system(first)[0], system(second)[0], task))
         sentences += _early_verdict(ledger, per_query or {}, task)
@@ -198,6 +211,24 @@ def _smaller(manifests: dict) -> list: # of sentences
             note(label, f"cut texts at {recipe['max_length']} tokens, the paper at {theirs['max_length']}.")
     return [f"{', '.join(labels)} {sentence}" for sentence, labels in sorted(labels_of.items(), reverse=True)]
 
+# %% ../../nbs/experiments/05_report.ipynb #610f4bc7
+def is_the_papers(ledger: list) -> bool:
+    "Whether a ledger holds a comparison of the paper's: at least two of its four systems."
+    return len(PAPER_NAMES.keys() & {row["label"] for row in ledger}) > 1
+
+def not_run(manifests: dict, ledger: list) -> list: # of sentences
+    "What a folder does not hold."
+    stages, labels = {manifest.get("stage") for manifest in manifests.values()}, {row["label"] for row in ledger}
+    sentences = [f"{name}: no run of it lies in this folder." for stage, name in
+                 (("stage1", "Stage I"), ("stage2", "Stage II")) if stage not in stages]
+    if not ledger: sentences.append("Scores: there is no ledger.jsonl.")
+    if ledger and (lacking := [YARDSTICKS[label] for label in YARDSTICKS if label not in labels]):
+        sentences.append(f"Yardsticks: {', '.join(lacking)} not scored.")
+    if lacking := [system(label)[0] for label in PAPER_NAMES if label not in labels]:
+        sentences.append(f"Of the paper's four systems: {', '.join(lacking)} not scored.")
+    return sentences
+
+
 # %% ../../nbs/experiments/05_report.ipynb #eb3289d2
 def cannot_show(manifests: dict, # label -> manifest
                 ledger: list,    # rows
@@ -205,9 +236,7 @@ def cannot_show(manifests: dict, # label -> manifest
     "The limits of these runs, as far as their files tell."
     training = [m for m in manifests.values() if m.get("stage") in ("stage1", "stage2")]
     seeds = sorted({str(m.get("recipe", {}).get("seed")) for m in training})
-    missing = [system(label)[0] for label in PAPER_NAMES if label not in {label for label, _ in finals(ledger)}]
-    limits = [f"Not run: {', '.join(missing)}."] if missing else []
-    limits += _smaller(manifests)
+    limits = _smaller(manifests)
     if len(seeds) == 1:
         limits.append(f"One training seed ({seeds[0]}). The intervals cover the choice of queries only; another seed "
                       "can move a score as much.")
@@ -218,6 +247,9 @@ def cannot_show(manifests: dict, # label -> manifest
         if row["documents"]:
             limits.append(f"{row['task']} was evaluated with {row['queries']:,} queries over {row['documents']:,} "
                           "documents. Its scores compare with each other, not with those of another cut.")
+    if not is_the_papers(ledger):
+        return limits + ["The intervals say how far another sample of such queries could move a score. Queries of "
+                         "another kind are another task."]
     return limits + [
         "The paper's scores are means of 15 MTEB tasks for models of 1B parameters and more. Only the pattern can be "
         "compared with ours, never the level.",
@@ -227,28 +259,141 @@ def cannot_show(manifests: dict, # label -> manifest
         "with equal compute and its own learning rate). Without them, an advantage of stage I cannot be attributed to "
         "reconstruction."]
 
+# %% ../../nbs/experiments/05_report.ipynb #f557b0a1
+def result_caption(board: list) -> str: # from `comparison.scoreboard`
+    "Who is first on what, and by how much."
+    sentences, tasks = [], {}
+    for line in board: tasks.setdefault(line["task"], []).append(line)
+    for task, lines in list(tasks.items())[:4]:
+        first, yardstick = lines[0], next((line for line in lines if line["model"] == line["against"]), None)
+        text = f"On {task}, {shown_name(first['model'])} is first with {first['score']:.1f} % {first['metric']}"
+        ours = next((line for line in lines if line["model"] not in YARDSTICKS), None)
+        if yardstick and ours:
+            side = "ahead of" if ours["difference"] > 0 else "behind"
+            text += f"; {shown_name(ours['model'])} is {abs(ours['difference']):.1f} points {side} the best yardstick, "
+            text += f"{shown_name(yardstick['model'])} ({ours['verdict']})"
+        sentences.append(text + ".")
+    return " ".join(sentences)
+
+def fall(name: str, rows: list, value: str = "loss") -> str: # rows: of a metrics.jsonl
+    "How a loss went, as a sentence."
+    values = [row[value] for row in sorted(rows, key=lambda row: row["step"]) if value in row]
+    if len(values) < 2: return ""
+    some = max(1, len(values) // 10)
+    start, end = fmean(values[:some]), fmean(values[-some:])
+    went = "falls" if end < start else "rises"
+    return f"{name} {went} from {start:.2f} to {end:.2f} in {len(values):,} steps."
+
+
+# %% ../../nbs/experiments/05_report.ipynb #5233ff79
+def examples(ledger: list,     # rows
+             folder: Path,     # where `save_evaluation` wrote
+             most: int = 5,    # queries
+            ) -> dict:         # task, labels, queries: [dict(text, sides: {label: (score, hits)})]; empty without hits
+    "The queries of one task on which our best model and the best yardstick differ most, and the first hits of all."
+    tasks = {}
+    for label, rows in last_steps(comparable(ledger)).items():
+        for row in rows:
+            kept = evaluation_behind(row, folder)
+            if kept and kept.hits and kept.items: tasks.setdefault(row["task"], {})[label] = kept
+    for task, kept in tasks.items():
+        order = sorted(kept, key=lambda label: kept[label].score, reverse=True)
+        ours = [label for label in order if label not in YARDSTICKS][:1]
+        labels = ours + [label for label in order if label in YARDSTICKS]
+        shared = set.intersection(*(kept[label].hits.keys() & kept[label].items["values"].keys() for label in labels))
+        if not ours or not shared: continue
+        value = lambda label, query: kept[label].items["values"][query]
+        gap = lambda query: -abs(value(labels[0], query) - value(labels[min(1, len(labels) - 1)], query))
+        chosen = sorted(shared, key=lambda query: (gap(query), query))[:most]
+        sides = lambda query: {label: (100 * value(label, query), kept[label].hits[query]["hits"]) for label in labels}
+        return dict(task=task, labels=labels, metric=metric_of(ledger, task),
+                    queries=[dict(text=kept[labels[0]].hits[query]["text"], sides=sides(query)) for query in chosen])
+    return {}
+
+def examples_html(found: dict) -> str: # from `examples`
+    "The queries with their hits, a column for each model; hits that answer the query are marked."
+    def hit(document, text, grade):
+        kind, mark = ("answer", "✓ ") if grade > 0 else ("other", "")
+        return f'<li class="{kind}">{mark}{html.escape(textwrap.shorten(text or document, 150, placeholder="…"))}</li>'
+    def side(label, score, hits):
+        return (f'<div><h4>{html.escape(shown_name(label))} <small>{score:.0f}</small></h4>'
+                f'<ol>{"".join(hit(*row) for row in hits[:3])}</ol></div>')
+    blocks = [f'<h3 class="query">{html.escape(query["text"])}</h3><div class="sides">'
+              + "".join(side(label, *query["sides"][label]) for label in found["labels"]) + "</div>"
+              for query in found["queries"]]
+    return "\n".join(blocks)
+
+
+# %% ../../nbs/experiments/05_report.ipynb #b4abff73
+def next_step(folder: Path,    # what the report is of
+              board: list,     # from `comparison.scoreboard`
+              manifests: dict, # label -> manifest
+             ) -> tuple:       # (why, command)
+    "The next command, with the reason for it."
+    command = lambda *words: shlex.join(["anchor-nb", *map(str, words)])
+    exam = ("--task", "FOLDER", "-p", f"out={folder}")
+    trained = [label for label, manifest in manifests.items() if manifest.get("stage") in ("stage1", "stage2")]
+    ours = next((line for line in board if line["model"] not in YARDSTICKS), None)
+    if not ours:
+        return "Nothing of yours is scored here yet.", command("evaluate", Path(folder)/trained[-1] if trained else "MODEL",
+                                                               *exam)
+    last = ours["model"] if ours["model"] in manifests else trained[-1] if trained else ""
+    if ours.get("verdict") == "better":
+        return ("It beats the yardsticks, so search with it.",
+                command("search", Path(folder)/last if last else ours["model"], "DOCUMENTS", "a question"))
+    if last and ours["against"]:
+        pairs = manifests.get(last, {}).get("recipe", {}).get("data", "") or "PAIRS"
+        values = dict(model=Path(folder)/last, data=pairs, out=f"{folder}/negatives")
+        return ("It is not ahead of the best yardstick. Hard negatives from its own mistakes often help.",
+                command("mine", *(word for name, value in values.items() for word in ("-p", f"{name}={value}"))))
+    rest = [line["model"] for line in board if line["task"] == ours["task"] and line["model"] != ours["model"]]
+    if rest: return "See on which queries they differ.", command("compare", ours["model"], rest[0], "--ledger", folder)
+    return "A score alone says little.", command("evaluate", ours["model"], *exam)
+
+
 # %% ../../nbs/experiments/05_report.ipynb #9eee043b
 PAGE = """<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>
-body {{ font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 66rem; margin: 2rem auto; padding: 0 1.2rem }}
-p, li {{ max-width: 46rem }} img {{ max-width: 100%; height: auto }}
-pre {{ background: #f5f5f5; padding: .7rem; overflow-x: auto }}
-table {{ border-collapse: collapse; font-size: .9rem; margin: 1rem 0 }} table, th, td {{ border: 0 }}
-th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid #ddd }}
-th:first-child, tbody th {{ text-align: left }} .anchor-link, .prompt {{ display: none }}
-.jp-RenderedHTMLCommon, .output_area {{ overflow-x: auto }}
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{title}</title><style>
+:root {{ --paper: #fff; --ink: #222; --soft: #666; --line: #ddd; --field: #f5f5f5; --good: #00664b;
+  color-scheme: light dark }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --paper: #171717; --ink: #e4e4e4; --soft: #a5a5a5; --line: #3c3c3c; --field: #242424; --good: #5fd3ae }}
+img, .jp-RenderedSVG svg, .output_svg svg {{ filter: invert(.91) hue-rotate(180deg) }} }}
+body {{ font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 66rem;
+  margin: 2rem auto; padding: 0 1.2rem }}
+h1, h2, h3 {{ line-height: 1.25 }} h2 {{ margin-top: 2.6rem }}
+p, li {{ max-width: 46rem; overflow-wrap: anywhere }} img, svg {{ max-width: 100%; height: auto }}
+pre {{ background: var(--field); padding: .7rem; overflow-x: auto; border-radius: 4px }}
+table {{ border-collapse: collapse; font-size: .9rem; margin: 1rem 0; font-variant-numeric: tabular-nums }}
+table, th, td {{ border: 0 }}
+th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid var(--line) }}
+th:first-child, tbody th, .board thead tr + tr th {{ text-align: left; vertical-align: top }}
+thead tr + tr {{ color: var(--soft) }} .board td, .board tbody th {{ white-space: nowrap }}
+.board td:last-child {{ text-align: left }}
+@media (max-width: 40rem) {{
+body {{ margin: 1rem auto }} table {{ font-size: .8rem }} th, td {{ padding: .2rem .45rem }}
+.jp-RenderedSVG img, .jp-RenderedSVG svg, .output_svg img, .output_svg svg {{ max-width: none; width: 36rem }} }}
+.anchor-link, .prompt {{ display: none }} .jp-RenderedHTMLCommon, .output_area {{ overflow-x: auto }}
+.sides {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0 1.6rem; font-size: .9rem }}
+.sides h4 {{ margin: .4rem 0 }} .sides small, .other {{ color: var(--soft) }}
+.sides ol {{ margin: 0; padding-left: 1.3rem }}
+.sides li {{ margin-bottom: .35rem }} .answer {{ color: var(--good) }}
+h3.query {{ margin: 1.6rem 0 .2rem; padding-top: .8rem; border-top: 1px solid var(--line); font-size: 1rem }}
+details {{ margin: 2rem 0; border-top: 1px solid var(--line); padding-top: .6rem }} summary {{ cursor: pointer }}
 </style></head><body>
 {body}
 </body></html>
 """
+
 
 # %% ../../nbs/experiments/05_report.ipynb #a127c721
 def report_html(notebook: Path,  # an executed notebook
                 out: Path,       # the HTML file; replaced whole
                ) -> Path:
     "The notebook as one page, without code, warnings, scripts or anything from the network."
-    import html, nbformat
+    import nbformat
     from nbconvert import HTMLExporter
     cells = nbformat.read(notebook, as_version=4)
     cells.cells = [cell for cell in cells.cells if "remove_cell" not in cell.metadata.get("tags", [])]
@@ -259,5 +404,6 @@ def report_html(notebook: Path,  # an executed notebook
                 if line.startswith("# ")]
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_output_prompt=True)
     body, _ = exporter.from_notebook_node(cells)
+    body = body.replace("No description has been provided for this image", "the figure that the text above describes")
     title = html.escape((headings or [Path(notebook).stem])[0])
     return write_text(out, PAGE.format(title=title, body=body))

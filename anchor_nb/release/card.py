@@ -17,8 +17,8 @@ from ..core.recipe import RECIPES, paper
 from ..core.redaction import without_secrets
 from ..core.settings import default
 from ..evaluation.tables import by_seed, comparable, expected_vs_obtained, last_steps
-from ..experiments.figures import (METRIC_NAMES, PAPER_MODELS, PAPER_NAMES, SYSTEMS, interval_around,
-                                           load_per_query,
+from ..evaluation.comparison import METRIC_NAMES, load_per_query
+from ..experiments.figures import (PAPER_MODELS, PAPER_NAMES, SYSTEMS, interval_around,
                                            system)
 from ..experiments.pipeline import full_preset
 from ..experiments.report import run_facts

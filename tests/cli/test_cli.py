@@ -171,9 +171,8 @@ def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
 
 # ---- JSON ----
 
-WITH_JSON = ["analyse", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge", "plan",
-             "push",
-             "recipe", "recipes", "search", "sweep"]
+WITH_JSON = ["analyse", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge",
+             "plan", "push", "recipe", "recipes", "search", "sweep"]
 
 
 def noisy(found):
@@ -209,9 +208,11 @@ def stubbed(monkeypatch, tmp_path):
     stub("inference.search.search_corpus", [dict(query="who?", hits=[])])
     stub("experiments.sweeps.run_sweep", dict(done=1, failed={}, skipped=0, waiting=0, ledger="ledger.jsonl"))
     stub("cli.scoring.run_stage", tmp_path/"x.ipynb")
+    stub("cli.scoring.side_of", None)
+    stub("evaluation.comparison.comparison", dict(names=["a", "b"], tasks=[], left_out=["toy"]))
     (tmp_path/"summary.json").write_text(json.dumps(dict(models={}, failed=[])))
     out = ["-p", f"out={tmp_path}", "-p", "data=pairs"]
-    words = dict(decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
+    words = dict(compare=["a", "b"], decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
                  encode=["x", "--out", "y"], export=["tiny", "y"],
                  filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"], merge=["a", "b", "--out", "y"],
                  push=["x", "me/x"], recipe=["e5"],
@@ -235,6 +236,20 @@ def test_every_command_that_has_json_is_tried():
     having = [name for name, command in get_command(app).commands.items() if any("--json" in one.opts
                                                                                  for one in command.params)]
     assert sorted(having) == WITH_JSON
+
+
+def test_two_labels_two_ledgers_and_a_model_are_found_for_a_comparison(tmp_path, monkeypatch):
+    from anchor_nb.cli.scoring import side_of
+    monkeypatch.chdir(tmp_path)
+    for folder, labels in dict(one=["mine", "bm25"], two=["a", "b"]).items():
+        ledgers.append_rows(tmp_path/folder/"ledger.jsonl", [
+            dict(label=label, step=0, task="t", metric="ndcg_at_10", value=0.5, seed=0) for label in labels])
+    found = lambda text: (side_of(text, Path("two")).label, str(side_of(text, Path("two")).folder))
+    assert [found(text) for text in ("a", "one", "one:bm25", "runs/b/model")] == [
+        ("a", "two"), ("mine", "one"), ("bm25", "one"), ("b", "two")]
+    with pytest.raises(ValueError, match="two holds the scores of a, b; write two:LABEL"): side_of("two", Path("one"))
+    shown = invoke("compare", "mine", "nosuch", "--ledger", "one")
+    assert shown.exit_code == 1 and "it has mine, bm25" in shown.stderr
 
 
 # ---- jobs, sweeps, corpora ----

@@ -2,12 +2,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.experiments import stages as stage_runs
 from anchor_nb.experiments import figures, report
+from anchor_nb.evaluation.comparison import load_per_query, scoreboard_text
 from anchor_nb.evaluation.encoders import Candidate
 from anchor_nb.evaluation.measure import METRICS, Evaluation, save_evaluation
 from anchor_nb.evaluation.scores import evaluation_file, ledger_rows
@@ -53,7 +55,7 @@ def write_pipeline(folder, labels):
                                     list(LABELS)])
 def test_every_figure_and_table_stands_missing_pieces(tmp_path, labels):
     ledger = write_pipeline(tmp_path, labels)
-    per_query = figures.load_per_query(ledger, tmp_path/"per_query")
+    per_query = load_per_query(ledger, tmp_path/"per_query")
     manifests = report.read_manifests(tmp_path)
     assert per_query.keys() == {(label, LABELS[label], "toy") for label in labels}
     for values in (per_query, None):
@@ -62,9 +64,8 @@ def test_every_figure_and_table_stands_missing_pieces(tmp_path, labels):
         assert sum(text.get_text() == "not run"
                    for text in stages.axes[0].texts) == 4 - len(set(labels) & figures.PAPER_NAMES.keys())
         table = report.comparison_table(ledger, values)
-        assert [name for name, cell in table.iloc[:, 0].items() if cell == "not run"] == [figures.system(label)[0]
-                                                                                          for label in figures.SYSTEMS
-                                                                                          if label not in labels]
+        assert [name for name, cell in table.iloc[:, 0].items() if cell == "not run"] == [
+            figures.system(label)[0] for label in LABELS if label not in labels]
         report.differences(ledger, values), report.can_show(ledger, values or {})
     assert len(report.runs_table(manifests).columns) == len(manifests)
     assert report.cannot_show(manifests, ledger)
@@ -83,7 +84,8 @@ def test_a_report_of_nothing_says_so(tmp_path):
                                     log=False)
     page = report.report_html(executed, tmp_path/"report.html").read_text(encoding="utf-8")
     assert "Empty &amp; new" in page and "Nothing yet." in page
-    assert page.count("not run") == 6 and "no run has left a manifest" in page
+    assert "there is no ledger.jsonl" in page.split("<details>")[1] and page.count("<h2") == 1
+    assert f"anchor-nb evaluate MODEL --task FOLDER -p out={tmp_path/'empty'}" in page
     assert "<script" not in page and "import" not in page
 
 
@@ -91,8 +93,27 @@ def test_a_report_of_half_a_pipeline(tmp_path):
     write_pipeline(tmp_path, ["untrained", "stage1", "bm25"])
     page = report.report_html(stage_runs.run_stage("report", dict(out=str(tmp_path)), log=False),
                               tmp_path/"report.html").read_text(encoding="utf-8")
-    assert ("Not run: stage II only, stage I + II." in page and "anchor-nb stage1" in page
-            and "One training seed (1)" in page)
+    assert "four systems: stage II only, stage I + II not scored." in page.split("<details>")[1]
+    assert "anchor-nb stage1" in page and "One training seed (1)" in page and "Beside the paper" in page
+
+
+def test_a_report_of_ones_own_ledger(tmp_path):
+    "Five systems of any names, on the same queries: the page compares them, and leaves the paper out."
+    labels = ["mine", "rival", "third", "bm25", "minilm"]
+    for label, value in zip(labels, (0.9, 0.5, 0.4, 0.6, 0.7)):
+        values = {f"q{n}": value + n / 1000 for n in range(-9, 10)}
+        hits = {query: dict(text=f"Where is {query}?", hits=[["d1", f"{label} found this", 1]]) for query in values}
+        found = replace(FOUND, queries=19, metrics=dict.fromkeys(METRICS, value), hits=hits,
+                        items=dict(statistic="mean", values=values))
+        rows = ledger_rows(found, Candidate(label, label, library="bm25" if label == "bm25" else "anchor_nb"), label,
+                           "paper", seed=0, max_length=64)
+        save_evaluation(found, tmp_path/"per_query"/evaluation_file(rows[0]))
+        ledgers.append_rows(tmp_path/"ledger.jsonl", rows)
+    page = report.report_html(stage_runs.run_stage("report", dict(out=str(tmp_path)), log=False),
+                              tmp_path/"report.html").read_text(encoding="utf-8")
+    assert "<em>mine</em> is 20.0 points above <em>all-MiniLM-L6-v2</em>" in page and "Beside the paper" not in page
+    assert page.count('<h3 class="query">') == 5 and page.count(">✓ mine found this") == 5
+    assert "anchor-nb search mine" in page and "prefers-color-scheme: dark" in page
 
 
 def test_a_broken_ledger_is_named(tmp_path):
@@ -128,3 +149,17 @@ def test_evaluation_refuses_bad_input_before_it_loads_a_model(tmp_path, change, 
     change = json.loads(json.dumps(change).replace("UNFINISHED", str(tmp_path/"unfinished")))
     with pytest.raises(error, match=message): stage_runs.run_stage("evaluate", {**good, **change}, log=False)
     assert not (tmp_path/"out"/"ledger.jsonl").exists()
+
+
+def test_a_yardstick_that_cannot_be_had_is_named_and_nothing_fails(tmp_path, monkeypatch):
+    for name, value in dict(ANCHOR_NB_CACHE=tmp_path/"cache", HF_HUB_CACHE=tmp_path/"hub", HF_HUB_OFFLINE=1,
+                            PIP_RETRIES=0, PIP_INDEX_URL="http://127.0.0.1:9", PIP_EXTRA_INDEX_URL="").items():
+        monkeypatch.setenv(name, str(value))
+    parameters = dict(tasks=[write_set(tmp_path/"eval")], models={}, out=str(tmp_path/"out"),
+                      yardsticks=["bm25", "minilm"])
+    stage_runs.run_stage("evaluate", parameters, log=False)
+    summary = ledgers.read_json(tmp_path/"out"/"summary.json")
+    assert (list(summary["models"]), summary["failed"], list(summary["not_scored"])) == (["bm25"], [], ["minilm"])
+    assert [line["model"] for line in summary["table"]] == ["bm25"]
+    shown = scoreboard_text(summary["table"], summary["not_scored"])
+    assert "all-MiniLM-L6-v2: not scored (" in shown and max(map(len, shown.split("\n"))) <= 100

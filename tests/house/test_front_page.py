@@ -68,12 +68,20 @@ def test_the_folders_of_the_page_are_found():
 
 # ---- whose state a folder is ----
 
+def of_today(manifest):
+    "A manifest whose recipe has today's names: yardsticks was the switch bm25."
+    recipe = dict(manifest["recipe"])
+    if "bm25" in recipe: recipe["yardsticks"] = ["bm25"]*recipe.pop("bm25")
+    return manifest | dict(recipe=recipe)
+
+
 def manifests(folder):
     "Name -> manifest: those of runs, and those that an evaluation appends, of each the last state."
     found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/run.json")}
     evaluations = folder/"evaluations.jsonl"
     if evaluations.is_file():
-        found |= {f"evaluation of {', '.join(row['recipe']['models'])}": row for row in read_rows(evaluations)}
+        found |= {f"evaluation of {', '.join(row['recipe']['models'])}": of_today(row)
+                  for row in read_rows(evaluations)}
     return found
 
 
