@@ -27,12 +27,8 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 POOLINGS = ("eos", "last", "mean", "weighted_mean", "first", "content_mean", "content_weighted_mean", "rest_mean",
             "rest_weighted_mean", "echo_last", "echo_mean", "tokens")
 ATTENTIONS = ("auto", "packed_sdpa", "packed_varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-WARMUP = 300 # the paper's warm-up steps
-
-def warmup_of(recipe) -> int: # recipe: a `Training`
-    "The number of warm-up steps: the one given, or the paper's share of all steps."
-    longest = type(recipe).steps # the default, which is the paper's
-    return recipe.warmup_steps if recipe.warmup_steps != -1 else WARMUP*min(recipe.steps, longest)//longest
+# settings of training that a preset decides once data and machine are known -> the value that leaves them to it
+LEFT_OPEN = dict(max_length=0, global_batch=0, steps=0, learning_rate=0.0, warmup_steps=-1)
 
 def fits(instruction_format: str) -> bool:
     "Whether a format ends with {text}, so that the text can be located, and has no unknown field."
@@ -52,12 +48,17 @@ class Training(Recipe):
     data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of such tables, or hf:org/name",
                         "E5 data as the authors prepared it", reads="files", group="first")
     out: str = setting("", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
+    preset: str = setting("auto", "what decides settings left at 0 or -1; auto: paper on a GPU, laptop on a CPU",
+                          "ours: the paper trained on 8 GPUs", ("auto", "laptop", "paper"), how=True, group="first")
     instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, or a YAML file", "table 6",
                                 reads="instructions", group="first")
-    max_length: int = setting(512, "tokens of one text, template and [EOS] included", "paper: maximum length 512",
-                              group="first", bound=">0")
-    global_batch: int = setting(512, "examples of one step over all processes", "paper: global batch size 512",
-                                group="first", bound=">0")
+    max_length: int = setting(0, "tokens of one text, template and [EOS] included; 0: by preset",
+                              "paper: 512; laptop: what 95 % of the pairs need, up to a limit", group="first",
+                              bound=">=0")
+    global_batch: int = setting(0, "examples of one step over all processes; 0: by preset", "paper: 512",
+                                group="first", bound=">=0")
+    epochs: float = setting(0.0, "how often each example is seen, in place of steps; 0: by preset or steps",
+                            "paper: none, but steps", how=True, group="first", bound=">=0")
     seed: int = setting(42, "decides the order of the data, adapters and dropout", "authors' code: 42", group="first")
     columns: dict = setting({}, "columns to read fields from, such as {query: frage, positive: antwort}", "ours",
                             group="texts")
@@ -77,9 +78,9 @@ class Training(Recipe):
                            "paper: the state at [EOS]", POOLINGS, group="pooling")
     pooling_tokens: int = setting(0, "tokens added before [EOS], whose mean state is taken by pooling tokens",
                                   "LLaMA2Vec's code: 8 a prompt", group="pooling")
-    warmup_steps: int = setting(-1, "steps of linear warm-up; -1: 300, fewer in proportion in shorter runs",
-                                "paper: 300 in stage I; authors' code: 300 in stage II too", group="optimizer",
-                                bound=">=0")
+    warmup_steps: int = setting(-1, "steps of linear warm-up; -1: by preset, fewer in proportion in shorter runs",
+                                "paper: 300 in stage I; authors' code: 300 in stage II too; laptop: a tenth",
+                                group="optimizer")
     schedule: str = setting("linear", "learning rate after warm-up", "authors' code: linear decay",
                             ("linear", "cosine", "constant"), group="optimizer")
     schedule_steps: int = setting(0, "step at which the schedule reaches its end; 0: at steps",
@@ -111,7 +112,11 @@ class Training(Recipe):
     keep_every: int = setting(0, "steps between checkpoints kept for good; 0: none", "ours", how=True, bound=">=0")
     trackers: list = setting([], "any of tensorboard, wandb, trackio", "ours: metrics.jsonl always", how=True)
 
-    def settle(self): object.__setattr__(self, "warmup_steps", warmup_of(self))
+    def left_open(self): # names of `LEFT_OPEN`
+        "The settings that the preset is to decide."
+        return [name for name, nothing in LEFT_OPEN.items() if getattr(self, name) == nothing]
+
+    def deciding(self): return dict(preset=self.preset, epochs=self.epochs) if self.left_open() else {}
 
     def problems(self):
         return [(self.sharding != "ddp" and self.optimizer != "adamw",
@@ -121,7 +126,10 @@ class Training(Recipe):
                  "pooling_tokens over 0, and nothing else does"),
                 (self.pooling == "first" and not self.bidirectional,
                  "pooling=first needs bidirectional=true; a causal model's first state knows nothing of the text"),
+                (self.warmup_steps < -1, f"warmup_steps must be at least -1, it is {self.warmup_steps}"),
                 (self.workers < -1, f"workers must be at least -1, it is {self.workers}"),
+                (self.steps > 0 and self.epochs > 0,
+                 f"steps={self.steps} and epochs={self.epochs:g} both say how long; set one of them to 0"),
                 (0 < self.schedule_steps < self.steps,
                  f"schedule_steps={self.schedule_steps} ends before steps={self.steps}; give 0 or at least steps"),
                 (not are_numbers(self.ratios), f"ratios must be numbers of at least 0, they are {self.ratios}"),
@@ -135,8 +143,10 @@ class Training(Recipe):
 class Stage1(Training):
     "Bidirectional reconstruction, equations 3 to 5: all parameters train."
     fixed = dict(echo="rewrite", masked_replace="80/10/10")
-    steps: int = setting(2000, "optimizer steps", "paper: 2000 steps", group="first", bound=">0")
-    learning_rate: float = setting(4e-5, "peak learning rate of AdamW", "paper: 4e-5", group="first", bound=">0")
+    out: str = setting("runs/stage1", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
+    steps: int = setting(0, "optimizer steps; 0: by epochs or preset", "paper: 2000", group="first", bound=">=0")
+    learning_rate: float = setting(0.0, "peak learning rate of AdamW; 0: by preset", "paper: 4e-5",
+                                   group="first", bound=">=0")
     objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, lm, mntp and simcse; empty: anchor alone",
                                "paper: anchor; LLaMA2Vec: ebae and ebar, in its code llara; LLM2Vec: mntp; control: lm",
                                group="first")
@@ -189,8 +199,10 @@ class Stage1(Training):
 class Stage2(Training):
     "InfoNCE with in-batch and hard negatives, equations 6 and 7: LoRA."
     fixed = dict(echo="rewrite", tau_plus=0.0, sigreg_directions=256, matryoshka_weights=[], distillation_weight=1.0)
-    steps: int = setting(1000, "optimizer steps", "paper: 1000 steps", group="first", bound=">0")
-    learning_rate: float = setting(2e-4, "peak learning rate of AdamW", "paper: 2e-4", group="first", bound=">0")
+    out: str = setting("runs/stage2", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
+    steps: int = setting(0, "optimizer steps; 0: by epochs or preset", "paper: 1000", group="first", bound=">=0")
+    learning_rate: float = setting(0.0, "peak learning rate of AdamW; 0: by preset", "paper: 2e-4",
+                                   group="first", bound=">=0")
     temperature: float = setting(0.05, "cosine similarities are divided by this",
                                  "paper: temperature 0.05; the authors' code runs 0.02", group="first", bound=">0")
     negatives: int = setting(1, "hard negatives taken of each example", "authors' data: exactly one", group="first",
@@ -256,7 +268,7 @@ class Prepare(Recipe):
     model: str = setting("smollm2-135m", "model to have ready; empty: none", "ours", reads="model", group="first")
     negatives: int = setting(4, "hard negatives kept of each pair", "ours", group="first")
     seed: int = setting(0, "decides splits and negatives", "ours", group="first")
-    out: str = setting("", "folder for the training files and evaluation sets", how=True, group="first")
+    out: str = setting("runs/data", "folder for the training files and evaluation sets", how=True, group="first")
 
 # %% ../../nbs/core/01_recipe.ipynb #67088234
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +280,7 @@ class Mine(Recipe):
                          reads="model", group="first")
     corpus: str = setting("", "further texts to choose negatives from; empty: the dataset's own positives alone",
                           "ours: as `anchor-nb encode` reads them", reads="files", group="first")
-    out: str = setting("", "folder for the new pairs, the vectors and the report", how=True, group="first")
+    out: str = setting("runs/mined", "folder for the new pairs, the vectors and the report", how=True, group="first")
     negatives: int = setting(3, "hard negatives for each row", "gritlm-re: 1 positive and 3 negatives", group="first")
     instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, or a YAML file",
                                 "as in training", reads="instructions", group="first")
@@ -317,14 +329,15 @@ class Evaluate(Recipe):
                              "paper: MTEB, 56 tasks, and a subset of 15; `anchor-nb benchmarks` lists them",
                              group="first")
     tasks: list = setting([], "tasks by name, and folders of evaluation sets", reads="files", group="first")
-    out: str = setting("", "folder of the ledger, the scores of single queries and mteb's results", how=True,
-                       group="first")
+    out: str = setting("runs/evaluate", "folder of the ledger, the scores of single queries and mteb's results",
+                       how=True, group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
     instructions: str = setting("paper", "paper (table 13, else the task's own), mteb, none, or a YAML file",
                                 "table 13", reads="instructions", group="first")
     queries: int = setting(0, "queries kept of each folder; 0: all", "ours: for small machines", group="first")
     documents: int = setting(0, "documents kept of each folder; 0: all", "ours: for small machines", group="first")
-    bm25: bool = setting(True, "score BM25 as a yardstick, on the tasks that rank documents", "ours", group="first")
+    yardsticks: list = setting(["bm25", "minilm"], "scored beside the models: bm25, minilm (all-MiniLM-L6-v2)", "ours",
+                               group="first")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2", group="first")
     seed: int = setting(0, "decides which queries and documents are kept", "ours")
     rerank_documents_instructed: bool = setting(False, "in reranking tasks documents get the instruction too",
@@ -341,8 +354,10 @@ class Evaluate(Recipe):
         return [(not self.tasks and not self.benchmark,
                  "tasks and benchmark are empty; name a benchmark, a task, or a folder of an evaluation set, such as "
                  "prepare writes under eval/"),
-                (not self.models and not self.bm25,
-                 "models is empty and bm25 is false; name a model as {label: folder}"),
+                (not self.models and not self.yardsticks,
+                 "models and yardsticks are empty; name a model as {label: folder}"),
+                (not set(map(str, self.yardsticks)) <= {"bm25", "minilm"},
+                 f"yardsticks={self.yardsticks} may hold bm25 and minilm; name other models in models"),
                 (not self.out, "out is empty; name the folder of the ledger"),
                 (self.reconstruction < 0 or self.reconstruction == 1,
                  f"reconstruction={self.reconstruction}; give 0, or at least 2, since a wrong embedding comes from "
@@ -357,7 +372,8 @@ class Analyse(Recipe):
     b: str = setting("", "the model after, likewise", "HRSA: trained model", reads="run", group="first")
     data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of such tables, or hf:org/name", reads="files",
                         group="first")
-    out: str = setting("", "folder of the results: ledger, data of the figures, figures, map", how=True, group="first")
+    out: str = setting("runs/analysis", "folder of the results: ledger, data of the figures, figures, map", how=True,
+                       group="first")
     texts: int = setting(2000, "texts compared, at random; 0: all", "HRSA: 2000", group="first", bound=">=0")
     quick: bool = setting(False, "200 texts, for a first look", "ours", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
@@ -390,7 +406,7 @@ class Analyse(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class Report(Recipe):
     "Read the results of the other stages and show them next to the paper's."
-    out: str = setting("", "folder of the pipeline", how=True, group="first")
+    out: str = setting("runs/evaluate", "folder of the pipeline", how=True, group="first")
     title: str = setting("Anchor embeddings: what this run shows", "title of the report", group="first")
     note: str = setting("", "a sentence to print under the title", group="first")
 

@@ -161,7 +161,7 @@ def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `
     if not sweep.get("evaluate", True): return path
     scored = path[-1].parameters["out"] if arm.stages else model
     evaluate = settings_for(sweep, arm, "evaluate", models={arm.label: scored})
-    if arm.stages: evaluate["bm25"] = False
+    if arm.stages: evaluate["yardsticks"] = []
     if built and not evaluate["benchmark"] and "evaluate.tasks" not in sweep["base"] | arm.overrides:
         evaluate["tasks"] = [f"{built}/eval/{corpus}" for corpus in prepare["corpora"]]
     return [*path, node_of("evaluate", evaluate, path, root, nodes)]

@@ -34,11 +34,12 @@ from ..models.backbone import (add_lora, check_causal, compile_layers, load_back
 from ..models.embedder import LayoutSettings, training_formatter
 from ..models.pooling import needs_last_only
 from ..models.resolve import start_of, stored_facts
-from ..runs.checkpoints import (add_row, check_apart, checkpoints, drop_checkpoints, keep_rows, locked,
-                                        newest_checkpoint, number_of)
+from ..runs.checkpoints import (add_row, check_apart, check_data, checkpoints, drop_checkpoints, keep_rows,
+                                        locked, newest_checkpoint, number_of)
 from ..runs.fault_tolerance import BUDGET, Stopping, check_finite, halving, kept_budget, listening
 from ..runs.identity import engine_of, inputs_beside, settings_of
 from .callbacks import Progress, Snapshots, curves
+from .defaults import begun_with, decide, settings_in
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
 from .sharding import (check_same_weights, is_share, load_optimizer, shard, whole_optimizer,
@@ -58,10 +59,6 @@ class ModuleSettings:
     compile: bool
     optimizer: str
     sharding: str
-
-def settings_in(recipe: Training, kind: type) -> dict: # keyword arguments of `kind`
-    "The settings of a recipe that a dataclass has fields for."
-    return {f.name: getattr(recipe, f.name) for f in fields(kind)}
 
 # %% ../../nbs/training/08_trainer.ipynb #8695a02f
 def check_use(resolved):
@@ -131,11 +128,8 @@ def check_rows(inputs): # `Inputs`
 
 # %% ../../nbs/training/08_trainer.ipynb #810e710d
 def check_launch(recipe: Training):
-    "ValueError for settings that this machine or this launch cannot serve; a warning for a warm-up that never ends."
-    ranks = int(os.environ.get("WORLD_SIZE", 0)) or recipe.processes or max(1, torch.cuda.device_count())
-    if recipe.global_batch < ranks:
-        raise ValueError(f"global_batch={recipe.global_batch} leaves some of {ranks} processes without an example; use "
-                         "fewer processes")
+    "ValueError for settings that this machine or this launch cannot serve."
+    check_data(type(recipe).__name__.lower(), recipe.data)
     if not recipe.out:
         raise ValueError("out is empty; name a folder for the run")
     if sharded := [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -144,9 +138,16 @@ def check_launch(recipe: Training):
     if recipe.optimizer == "adamw_8bit" and not find_spec("bitsandbytes"):
         raise ValueError("optimizer=adamw_8bit needs bitsandbytes: pip install anchor_nb[8bit]; or take "
                          "optimizer=adamw")
+
+def check_sizes(recipe: Training): # decided
+    "ValueError for a batch too small for the processes; a warning for a warm-up that never ends."
+    ranks = int(os.environ.get("WORLD_SIZE", 0)) or recipe.processes or max(1, torch.cuda.device_count())
+    if recipe.global_batch < ranks:
+        raise ValueError(f"global_batch={recipe.global_batch} leaves some of {ranks} processes without an example; use "
+                         "fewer processes")
     if recipe.warmup_steps >= recipe.steps:
         warnings.warn(f"warmup_steps={recipe.warmup_steps} does not end within steps={recipe.steps}, so the learning "
-                      "rate stays below its peak; give fewer, or warmup_steps=-1 for the paper's share of the steps")
+                      "rate stays below its peak; give fewer, or warmup_steps=-1 for the preset's share of the steps")
 
 # %% ../../nbs/training/08_trainer.ipynb #7306b7d0
 class Inputs(Resolved):
@@ -155,16 +156,20 @@ class Inputs(Resolved):
         check_launch(recipe)
         check_apart(type(recipe).__name__.lower(), dict(out=recipe.out, data=recipe.data, model=recipe.model,
                                                         guide=getattr(recipe, "guide", "")))
-        super().__init__(recipe)
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
         self.tables = load_pairs(recipe.data, columns=recipe.columns) # dataset -> its rows
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
+        self.drawn = [name for name in self.tables if recipe.ratios.get(name, 1) > 0] # the datasets that are used
+        drawn = {name: self.tables[name] for name in self.drawn or self.tables}
+        recipe, self.why = decide(recipe, drawn, self.instructions) # why: empty if all was given
+        self.recipe = recipe
+        check_sizes(recipe)
+        super().__init__(recipe)
         sizes = {name: len(table) for name, table in self.tables.items()}
         self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios) # step -> rows
         self.data = {name: dict(sha256=content_hash(source), rows=sizes[name])
                      for name, source in find_sources(recipe.data).items()} # for the manifest
-        self.drawn = [name for name in sizes if recipe.ratios.get(name, 1) > 0] # the datasets that are used
         check_rows(self)
 
 def check_inputs(recipe: Training) -> Inputs:
@@ -282,13 +287,6 @@ def planned(recipe: Training, resolved: Resolved, device: str = "cpu", processes
     return plan_for(resolved.config, setup, work, device, recipe.micro_tokens, recipe.gradient_checkpointing)
 
 # %% ../../nbs/training/08_trainer.ipynb #87f9cac0
-def precision_begun(out: Path) -> str: # empty: there is nothing of a run
-    "The precision with which the run in a folder began."
-    for folder in [*checkpoints(out)[::-1], out/"model"]:
-        try: return json.loads((folder/"anchor_nb.json").read_text(encoding="utf-8"))["recipe"]["precision"]
-        except (OSError, ValueError, KeyError): continue # damaged, which is said when it is to be resumed from
-    return ""
-
 def choose_precision(config) -> str: # fp32 or bf16
     "What `precision=auto` means for a run that begins; says it."
     first = world()[0] == 0
@@ -476,8 +474,10 @@ def train(recipe: Training # `Stage1` or `Stage2`
          ) -> dict:        # facts for the manifest
     "Run a training stage to its end; the finished model is in `<out>/model`."
     out = Path(recipe.out)
-    if recipe.precision == "auto": recipe = replace(recipe, precision=precision_begun(out) or "auto")
+    if recipe.precision == "auto": recipe = replace(recipe, precision=begun_with(recipe).get("precision", "auto"))
     inputs = Inputs(recipe)
+    recipe = inputs.recipe
+    if inputs.why and world()[0] == 0: print(inputs.why, flush=True)
     record = Record(recipe, inputs)
     check_same_run(out, record)
     if (out/"model"/"facts.json").exists():
