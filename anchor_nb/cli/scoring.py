@@ -18,7 +18,7 @@ from ..experiments.stages import StageError, declared, run_stage, stage_notebook
 from ..runs.ledger import read_json
 from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile,
                                Parameters, Preset, Quiet, answering, app, argument, gather, option,
-                               parameter_help, spelled_out)
+                               spelled_out, takes_settings)
 
 # %% ../../nbs/cli/03_scoring.ipynb #cfff1636
 Model = argument(str, f"{MODEL_HELP}; none: the models of the parameters")
@@ -49,7 +49,8 @@ def outcome(out: str) -> dict:
     scores = next(iter(summary["models"].values())) if len(summary["models"]) == 1 else dict(models=summary["models"])
     return scores | dict(failed=summary["failed"])
 
-@app.command("evaluate", rich_help_panel=SCORE, help=f"{RECIPES['evaluate'].__doc__}\n\n{parameter_help('evaluate')}")
+@app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
+@takes_settings("evaluate")
 def evaluate(model: Model = "", benchmark: Benchmark = "", task: Task = [], data_root: DataRoot = "",
              as_json: AsJson = False, parameter: Parameters = [], preset: Preset = "",
              file: ParameterFile = None, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
@@ -92,7 +93,8 @@ def paper_tables(ledger: argument(Path, "a ledger.jsonl, or the folder it lies i
             typer.echo(run.drop(columns="table").to_string(index=False, na_rep="", float_format="{:.2f}".format))
 
 # %% ../../nbs/cli/03_scoring.ipynb #bae940f4
-@app.command("analyse", rich_help_panel=SCORE, help=f"{RECIPES['analyse'].__doc__}\n\n{parameter_help('analyse')}")
+@app.command("analyse", rich_help_panel=SCORE, help=RECIPES["analyse"].__doc__)
+@takes_settings("analyse")
 def analyse(a: argument(str, "the model before: run folder, model folder, hub id or short name; none: that of the "
                              "parameters") = "", b: argument(str, "the model after") = "",
             data: option(str, "folder or file of rows with text, or hf:org/name") = "",
