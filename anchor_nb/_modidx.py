@@ -1286,6 +1286,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'anchor_nb/experiments/stages.py'),
                                               'anchor_nb.experiments.stages.StageError.__init__': ( 'experiments/stages.html#stageerror.__init__',
                                                                                                     'anchor_nb/experiments/stages.py'),
+                                              'anchor_nb.experiments.stages.check_models': ( 'experiments/stages.html#check_models',
+                                                                                             'anchor_nb/experiments/stages.py'),
                                               'anchor_nb.experiments.stages.check_out': ( 'experiments/stages.html#check_out',
                                                                                           'anchor_nb/experiments/stages.py'),
                                               'anchor_nb.experiments.stages.checked': ( 'experiments/stages.html#checked',

@@ -259,8 +259,8 @@ def setting_row(f) -> tuple: # f: a field of a recipe -> ("--steps INT", "optimi
     return f"--{f.name.replace('_', '-')} {kind}".rstrip(), f.metadata["help"] + usual
 
 # what a newcomer sets, in this order
-BASICS = ("data", "corpora", "model", "models", "benchmark", "tasks", "a", "b", "out", "steps", "learning_rate",
-          "global_batch")
+BASICS = ("data", "corpora", "model", "models", "benchmark", "tasks", "a", "b", "out", "epochs", "learning_rate",
+          "global_batch", "steps")
 
 def basics(stage: str) -> list: # of fields, six at most
     "The settings of a stage that its help shows."

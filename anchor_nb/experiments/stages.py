@@ -26,6 +26,7 @@ from ..runs.provenance import package_folder
 from ..core.recipe import RECIPES
 from ..core.settings import check_names, coerce
 from ..runs.checkpoints import check_places, locked
+from ..models.resolve import BUILT_MODELS, MODELS, resolve_model
 from ..core.redaction import hide, secret_values, without_secrets
 from ..runs.manifest import STOPPED, fail_run, now, other_settings, read_manifest, reason_of
 
@@ -236,12 +237,22 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
                          extra_arguments=quiet, **streams)
 
 # %% ../../nbs/experiments/00_stages.ipynb #eab4a70c
-def check_out(stage: str, recipe: dict, folder: Path): # recipe: all parameters
+def check_out(stage: str, values: dict, folder: Path): # values: all parameters
     "ValueError if a run folder holds another run; reads no data."
-    if stage not in RECIPES or not (folder/"run.json").is_file(): return
-    if differing := other_settings(read_manifest(folder), RECIPES[stage](**recipe)):
+    if stage not in RECIPES or stage in ("evaluate", "report") or not (folder/"run.json").is_file(): return
+    recipe = RECIPES[stage](**values)
+    undecided = getattr(recipe, "left_open", list)() # what data and machine decide, later
+    differing = [words for words in other_settings(read_manifest(folder), recipe)
+                 if words.partition(" is ")[0] not in undecided]
+    if differing:
         raise ValueError(f"{folder} holds another run: {'; '.join(differing)}. Give another out, or delete that folder "
                          "to start over")
+
+def check_models(stage: str, values: dict):
+    "FileNotFoundError or ValueError for the name of a model that nothing can stand for."
+    known = ("", "bm25", *MODELS, *BUILT_MODELS)
+    for name in ("model", "a", "b", "again", "guide") if stage in RECIPES else ():
+        if values.get(name, "") not in known: resolve_model(values[name])
 
 def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, checked -> (parameters, run folder)
     "Where a stage will run: its `out`, or the folder that a hash names."
@@ -268,9 +279,10 @@ def run_stage(name: str,               # a stage, or the path of a notebook of y
     output, secrets = Path(output) if output else folder/f"{stage}.ipynb", secret_values(values)
     if output.resolve() == notebook.resolve():
         raise ValueError(f"{output} is the stage notebook itself; give another output")
-    recipe = {name: value for name, (_, value) in known.items()} | values
-    check_places(stage, recipe)
-    check_out(stage, recipe, folder)
+    whole = {name: value for name, (_, value) in known.items()} | values
+    check_places(stage, whole)
+    check_models(stage, whole)
+    check_out(stage, whole, folder)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):
         begun, record = now(), Record(output, folder, stage)

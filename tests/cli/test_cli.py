@@ -50,7 +50,7 @@ def test_help_lists_six_settings_and_help_all_every_one(stage):
     shown, every = (invoke(stage, option).output for option in ("--help", "--help-all"))
     groups = grouped(RECIPES[stage])
     names = [f.name for members in groups.values() for f in members]
-    listed = lambda text: [name.replace("-", "_") for name in re.findall(r"^  --([a-z-]+)", text, re.M)]
+    listed = lambda text: [name.replace("-", "_") for name in re.findall(r"^  --([a-z0-9-]+)", text, re.M)]
     assert listed(every) == names
     assert re.findall(r"^(\S.+):$", every, re.M) == [GROUPS[group] for group in groups]
     basic = listed(shown[shown.index(GROUPS["first"]):shown.index("`anchor-nb")])
