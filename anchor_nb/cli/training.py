@@ -33,14 +33,16 @@ def list_presets():
     for name, names in presets().items(): typer.echo(f"{name:14} {', '.join(names)}")
 
 # %% ../../nbs/cli/02_training.ipynb #aeb87ad5
-Data = argument(str, "what --data says: the texts or pairs")
+Data = argument(str, "the same as --data", metavar="DATA")
 
 def add_stage(stage: str):
     "Add a command that runs one stage."
-    def command(data: Data = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
+    def command(place: Data = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
                 gpus: Gpus = -1, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
                 help_all: HelpAll = False):
-        pairs = [*parameter, f"data={data}"] if data else parameter
+        if place and any(pair.startswith("data=") for pair in parameter):
+            raise ValueError("data is given twice; name it by place or with --data")
+        pairs = [*parameter, f"data={place}"] if place else parameter
         values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
         if dry_run: return show(stage, values)
         # the first node has the notebook
@@ -48,7 +50,7 @@ def add_stage(stage: str):
         typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
     own = inspect.signature(command)
     if stage not in ("stage1", "stage2", "mine"):
-        command.__signature__ = own.replace(parameters=[p for p in own.parameters.values() if p.name != "data"])
+        command.__signature__ = own.replace(parameters=[p for p in own.parameters.values() if p.name != "place"])
     purpose = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
     panel = dict(prepare=DATA, mine=DATA, report=SCORE).get(stage, TRAIN)
     app.command(stage, help=purpose, rich_help_panel=panel)(takes_settings(stage)(command))
