@@ -6,16 +6,40 @@
 __all__ = []
 
 # %% ../../nbs/cli/06_main.ipynb #a03eba8a
+import os
 import sys
-
-from . import (training as training_commands, data as data_commands, scoring as scoring_commands,
-                           models as model_commands)
-from .app import app
+import warnings
+from pathlib import Path
 
 # %% ../../nbs/cli/06_main.ipynb #7121b77c
+def whole_app():
+    "The application with all its commands."
+    from anchor_nb.cli import data, models, scoring, training # each registers its own
+    return models.app
+
+def __getattr__(name): # `app` is made when it is asked for
+    if name != "app":
+        raise AttributeError(name)
+    return whole_app()
+
+# %% ../../nbs/cli/06_main.ipynb #c0b10001
+def be_quiet():
+    "Silence libraries: no progress bars, and only this package's warnings, as plain sentences."
+    from anchor_nb.experiments.stages import QUIET
+    os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    def show(message, category, filename, *rest):
+        if "anchor_nb" in Path(filename).parts: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = show
+
 def main():
     "The console script."
     for stream in (sys.stdout, sys.stderr):
         # a terminal without UTF-8 is no reason to fail, nor is a closed one
         if stream: stream.reconfigure(errors="replace")
+    try:
+        be_quiet()
+        app = whole_app()
+    except KeyboardInterrupt:
+        print("anchor-nb: stopped with Ctrl-C before it began\nrun the same command again", file=sys.stderr)
+        sys.exit(130)
     app()

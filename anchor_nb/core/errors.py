@@ -6,6 +6,7 @@
 __all__ = ['Stopped', 'exit_code', 'two_lines']
 
 # %% ../../nbs/core/05_errors.ipynb #79fcc1d4
+import builtins
 import errno
 import os
 import re
@@ -80,10 +81,25 @@ def what_and_fix(error: BaseException) -> tuple: # (what is wrong, what to do); 
             what, fix = SYSTEM[number]
             return what.format(path=place), fix
         if error.strerror != os.strerror(error.errno): text = error.strerror # our own wording
-    text = " ".join(text.partition("\n\n")[0].split()) or type(error).__name__
-    if not is_ours(error) and not text.startswith(type(error).__name__): text = f"{type(error).__name__}: {text}"
+    return split_fix(" ".join(text.partition("\n\n")[0].split()) or type(error).__name__)
+
+def split_fix(text: str) -> tuple: # (what is wrong, what to do); the second may be empty
+    "The two halves of a message; the last semicolon or full stop parts them."
     cut = max(text.rfind("; "), text.rfind(". "))
     return (text[:cut], text[cut + 2:]) if cut > 0 else (text, "")
+
+# %% ../../nbs/core/05_errors.ipynb #e5c1ea01
+def is_clear(error: BaseException) -> bool:
+    "Whether two lines say it all, so that nobody needs the traceback."
+    reworded = getattr(error, "errno", None) in SYSTEM or isinstance(error, ModuleNotFoundError)
+    return is_expected(error) and (reworded or is_ours(error))
+
+def without_class(reason: str) -> str: # such as "ValueError: data is empty"
+    "An error that was written down, without its class where the message is meant for people."
+    name, _, text = reason.partition(": ")
+    odd = not re.fullmatch(r"\w*(Error|Exception)|Unscored", name) or not issubclass(getattr(builtins, name, OSError),
+                                                                                    EXPECTED)
+    return reason if odd or not text else text
 
 # %% ../../nbs/core/05_errors.ipynb #c6cfe23e
 def keep_trace(error: BaseException) -> str: # the path; empty if it could not be written
@@ -104,7 +120,7 @@ def two_lines(error: BaseException) -> str:
         if not is_expected(error):
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             fix = "this is a fault of anchor_nb: please report it with the traceback"
-        trace = keep_trace(error)
+        trace = "" if is_clear(error) else keep_trace(error)
         fix = fix or "put that right and run the same command again"
         fix = f"{fix}; traceback: {trace}" if trace else fix
     return hide(f"{what}\n{fix}", secret_values())

@@ -7,6 +7,7 @@ __all__ = ['stages', 'stage_notebook', 'declared', 'checked', 'StageError', 'run
 
 # %% ../../nbs/experiments/00_stages.ipynb #56420721
 import ast
+import difflib
 import json
 import os
 import re
@@ -18,15 +19,16 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 from ..runs.identity import hashed_out, input_hashes
-from ..core.errors import Stopped
+from ..core.errors import Stopped, split_fix, without_class
 from ..runs.launch import environment
 from ..runs.ledger import read_json, write_json, write_text
 from ..runs.provenance import package_folder
 from ..core.recipe import RECIPES
 from ..core.settings import check_names, coerce
 from ..runs.checkpoints import check_places, locked
+from ..models.resolve import BUILT_MODELS, MODELS, resolve_model
 from ..core.redaction import hide, secret_values, without_secrets
-from ..runs.manifest import STOPPED, fail_run, now, read_manifest, reason_of
+from ..runs.manifest import STOPPED, fail_run, now, other_settings, read_manifest, reason_of
 
 # %% ../../nbs/experiments/00_stages.ipynb #39878f28
 def stage_folder() -> Path:
@@ -72,7 +74,8 @@ def checked(notebook: Path,   # a stage notebook
     if recipe: check_names(recipe, parameters, Path(notebook).stem)
     for name in parameters:
         if name not in known:
-            raise ValueError(f"{Path(notebook).stem} has no parameter {name!r}; it has {', '.join(known)}")
+            near = difflib.get_close_matches(name, known, 1) or [", ".join(known)]
+            raise ValueError(f"{Path(notebook).stem} has no parameter {name!r}; did you mean {near[0]}?")
     values = {name: coerce(name, value, known[name][0]) for name, value in parameters.items()}
     if recipe: recipe(**{**{name: value for name, (_, value) in known.items()}, **values})
     return values
@@ -100,7 +103,9 @@ class StageError(RuntimeError):
         self.stage, self.reason, self.notebook, self.stopped = stage, reason, Path(notebook), stopped
         end = "failed:"
         if stopped: end = "was" if reason.startswith("stopped ") else "was stopped:"
-        super().__init__(f"{stage} {end} {reason}\nThe notebook with the traceback: {notebook}")
+        what, fix = split_fix(without_class(reason))
+        place = f"the notebook with the traceback: {notebook}"
+        super().__init__(f"{stage} {end} {what}\n" + (f"{fix}; {place}" if fix else place))
 
 # %% ../../nbs/experiments/00_stages.ipynb #fafb0427
 def trace_of(error: Exception) -> str:
@@ -128,6 +133,12 @@ def handing_on(*numbers: int): # -> a list of the signals that came
         for number, handler in before.items(): signal.signal(number, handler or signal.SIG_DFL)
 
 # %% ../../nbs/experiments/00_stages.ipynb #a5fb848f
+WARNING = re.compile(r"^(\S+):\d+: \w*Warning: (.*)\n(?: .*\n)?", re.M) # as Python prints it, with the line of code
+
+def without_noise(text: str) -> str: # what a notebook wrote to stderr
+    "Warnings of this package as plain sentences, and none of other packages."
+    return WARNING.sub(lambda found: f"warning: {found[2]}\n" if "anchor_nb" in Path(found[1]).parts else "", text)
+
 class Hiding:
     "Where papermill writes notebooks and what cells print: as it is, without secrets."
     def __init__(self, secrets: list, stream=None, draft: Path = None): # draft: the file papermill's is written to
@@ -138,10 +149,13 @@ class Hiding:
     def write(self, text: str, path: str = ""):
         "Write to a file in one step, or to the stream."
         text = hide(text, self.secrets)
-        if self.stream: self.stream.write(text)
-        else: write_text(self.draft or path, text)
+        if not self.stream: return write_text(self.draft or path, text)
+        try:
+            self.stream.write(without_noise(text))
+            self.stream.flush()
+        except BrokenPipeError: self.stream = open(os.devnull, "w")
 
-    def flush(self): self.stream.flush()
+    def flush(self): "Everything is written at once."
 
     def pretty_path(self, path: str) -> str: return path
 
@@ -204,14 +218,17 @@ class Record:
             write_json(self.folder/"run.json", manifest | dict(notebook="complete"))
 
 # %% ../../nbs/experiments/00_stages.ipynb #b043544b
+# what libraries read to keep quiet
+QUIET = dict(HF_DATASETS_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_VERBOSITY="error",
+             TRANSFORMERS_VERBOSITY="error", TRANSFORMERS_NO_ADVISORY_WARNINGS="1", PYDEVD_DISABLE_FILE_VALIDATION="1",
+             PYTHONWARNINGS="ignore:IProgress not found,ignore::FutureWarning,ignore::DeprecationWarning")
+
 def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: bool, timeout: float, secrets: list):
     "Have papermill run `notebook` in the current folder and write what will be `output`, without secrets, to `draft`."
     from papermill import execute_notebook
     from papermill.iorw import papermill_io
     quiet = ["--log-level=ERROR"]   # or each kernel warns about its local connection
-    usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", PYDEVD_DISABLE_FILE_VALIDATION="1",
-                 HF_DATASETS_DISABLE_PROGRESS_BARS="1", JUPYTER_PREFER_ENV_PATH="1",
-                 PYTHONWARNINGS="ignore:IProgress not found,ignore::FutureWarning")
+    usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", JUPYTER_PREFER_ENV_PATH="1") | QUIET
     streams = dict(stdout_file=Hiding(secrets, sys.stdout), stderr_file=Hiding(secrets, sys.stderr)) if log else {}
     papermill_io.register(str(output), draft)
     with environment(**{name: os.environ.get(name, value) for name, value in usual.items()}):
@@ -220,6 +237,23 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
                          extra_arguments=quiet, **streams)
 
 # %% ../../nbs/experiments/00_stages.ipynb #eab4a70c
+def check_out(stage: str, values: dict, folder: Path): # values: all parameters
+    "ValueError if a run folder holds another run; reads no data."
+    if stage not in RECIPES or stage in ("evaluate", "report") or not (folder/"run.json").is_file(): return
+    recipe = RECIPES[stage](**values)
+    undecided = getattr(recipe, "left_open", list)() # what data and machine decide, later
+    differing = [words for words in other_settings(read_manifest(folder), recipe)
+                 if words.partition(" is ")[0] not in undecided]
+    if differing:
+        raise ValueError(f"{folder} holds another run: {'; '.join(differing)}. Give another out, or delete that folder "
+                         "to start over")
+
+def check_models(stage: str, values: dict):
+    "FileNotFoundError or ValueError for the name of a model that nothing can stand for."
+    known = ("", "bm25", *MODELS, *BUILT_MODELS)
+    for name in ("model", "a", "b", "again", "guide") if stage in RECIPES else ():
+        if values.get(name, "") not in known: resolve_model(values[name])
+
 def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, checked -> (parameters, run folder)
     "Where a stage will run: its `out`, or the folder that a hash names."
     known = declared(notebook)
@@ -245,7 +279,10 @@ def run_stage(name: str,               # a stage, or the path of a notebook of y
     output, secrets = Path(output) if output else folder/f"{stage}.ipynb", secret_values(values)
     if output.resolve() == notebook.resolve():
         raise ValueError(f"{output} is the stage notebook itself; give another output")
-    check_places(stage, {name: value for name, (_, value) in known.items()} | values)
+    whole = {name: value for name, (_, value) in known.items()} | values
+    check_places(stage, whole)
+    check_models(stage, whole)
+    check_out(stage, whole, folder)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):
         begun, record = now(), Record(output, folder, stage)

@@ -367,7 +367,7 @@ def test_what_is_missing_is_noticed_before_a_kernel_starts(name, given, message,
 
 @pytest.mark.parametrize("name", list(RECIPES))
 @pytest.mark.parametrize("parameters, message", [(dict(stepz=5), "no parameter 'stepz'"),
-                                                 (dict(out=7), "give out as str"), (dict(out=None), "give out as str")])
+                                                 (dict(out=7), "is not text"), (dict(out=None), "is not text")])
 def test_wrong_parameters_stop_a_stage_before_it_starts(name, parameters, message, tmp_path, monkeypatch):
     monkeypatch.setattr(stage_runs, "execute", lambda *_: pytest.fail("it started"))
     with pytest.raises(ValueError, match=message): stage_runs.run_stage(name, parameters, tmp_path/"out"/"x.ipynb")
@@ -377,10 +377,10 @@ def test_wrong_parameters_stop_a_stage_before_it_starts(name, parameters, messag
 @pytest.mark.parametrize("name, parameters, message", [
     ("stage1", dict(alpha=1.5), r"alpha must lie in \[0, 1\], it is 1.5"),
     ("stage1", dict(steps=0), "steps must be over 0"),
-    ("stage1", dict(steps="ten"), "give steps as int"),
+    ("stage1", dict(steps="ten"), "steps='ten' is not a whole number"),
     ("stage1", dict(schedule="cosin"), "choose one of linear, cosine, constant"),
     ("stage2", dict(temperature="0"), "temperature must be over 0"),
-    ("stage2", dict(mask_false_negatives="maybe"), "give mask_false_negatives as bool"),
+    ("stage2", dict(mask_false_negatives="maybe"), "neither true nor false"),
     ("stage1", dict(alpa=0.2), "did you mean alpha"),
     ("evaluate", dict(models="untrained"), "give models as dict"),
     ("prepare", dict(corpora="wiki"), "give corpora as list"),

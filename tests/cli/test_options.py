@@ -1,0 +1,125 @@
+"Settings as options, the names that other libraries use, and what is refused before a notebook starts."
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import warm
+from anchor_nb.cli.main import app
+from anchor_nb.core.recipe import RECIPES
+from anchor_nb.experiments import stages
+from anchor_nb.experiments.stages import stage_folder
+from common import recipe, reference
+
+COMMAND = Path(sys.executable).with_name("anchor-nb")
+
+
+def invoke(*words): return CliRunner().invoke(app, [str(word) for word in words], prog_name="anchor-nb")
+
+
+def settings(*words) -> dict:
+    "What a stage would run with."
+    found = invoke(*words, "--dry-run")
+    assert found.exit_code == 0, found.output
+    return yaml.safe_load(found.stdout)
+
+
+@pytest.mark.parametrize("stage", list(RECIPES))
+def test_every_setting_is_an_option(stage):
+    "A value other than the default arrives, whichever way it is typed."
+    given = dict(mine=dict(data="x"), evaluate=dict(benchmark="local"), analyse=dict(a="x", b="y", data="z"))
+    basic = [f"--{name}={value}" for name, value in given.get(stage, {}).items()]
+    for name, value in dict(seed=7, max_length=33, model="tiny", instructions="none").items():
+        if name not in {f for f in RECIPES[stage].__dataclass_fields__}: continue
+        for words in ([f"--{name}", value], [f"--{name.replace('_', '-')}={value}"], ["-p", f"{name}={value}"]):
+            assert settings(stage, *basic, "--out", "x", *words)[name] == value
+
+
+def test_lists_mappings_and_flags():
+    shown = settings("stage2", "pairs.csv", "--trackers", "wandb", "--trackers", "trackio", "--matryoshka-dims", "64,8",
+                     "--ratios", "wiki=2", "--ratios", "toy=0.5", "--compile", "--mask-false-negatives", "false")
+    assert shown["trackers"] == ["wandb", "trackio"] and shown["matryoshka_dims"] == [64, 8]
+    assert shown["ratios"] == {"wiki": 2, "toy": 0.5} and shown["data"] == "pairs.csv"
+    assert shown["compile"] is True and shown["mask_false_negatives"] is False
+    assert settings("stage2", "--data", "pairs.csv", "--no-mask-false-negatives")["mask_false_negatives"] is False
+
+
+@pytest.mark.parametrize("words", [("--lr", "1e-4"), ("-p", "lr=1e-4"), ("--learning_rate", "1e-4")])
+def test_names_of_other_libraries_are_understood(words):
+    found = invoke("stage1", *words, "--max_seq_length", "33", "--dry-run")
+    shown = yaml.safe_load(found.stdout)
+    assert (shown["learning_rate"], shown["max_length"]) == (1e-4, 33)
+    said = ["lr means learning_rate here"]*("lr" in words[0] + words[1]) + ["max_seq_length means max_length here"]
+    assert sorted(found.stderr.splitlines()) == said
+
+
+@pytest.mark.parametrize("words, message", [
+    (["stage2", "--learning-rat", "1"], "stage2 has no option --learning-rat\ndid you mean --learning-rate?"),
+    (["stage2", "--colour", "red"], "stage2 has no option --colour\n`anchor-nb stage2 --help` shows how it is used"),
+    (["stag2"], "No such command 'stag2'\nDid you mean"),
+    (["filter", "x", "--data", "y", "--out", "z", "--min-margin", "0", "--max-margin", "1"], "data is given twice"),
+    (["stage1", "--steps"], "Option '--steps' requires an argument\n")])
+def test_a_mistyped_command_is_two_lines(words, message):
+    found = invoke(*words)
+    assert found.exit_code == 2 and message in found.stderr and len(found.stderr.splitlines()) == 2, found.output
+
+
+def test_data_commands_take_their_words_as_stages_do(tmp_path, monkeypatch):
+    from anchor_nb.inference import filtering
+    calls = []
+    monkeypatch.setattr(filtering, "filter_pairs", lambda *words: calls.append(words) or {})
+    rest = ["--out", "kept", "--max_margin", "1"]
+    for words in (["x", "--min-margin", "0"], ["--data", "x", "-p", "min_margin=0"]):
+        assert invoke("filter", *words, *rest).exit_code == 0
+    assert calls[0] == calls[1] and calls[0][:4] == ("x", "kept", 0.0, 1.0)
+
+
+def test_an_unknown_name_is_short():
+    found = invoke("stage2", "-p", "colour=red")
+    assert found.stderr == ("anchor-nb: stage2 has no parameter 'colour'\n"
+                            "`anchor-nb stage2 --help-all` lists all that there are\n")
+
+
+def test_what_can_be_known_is_checked_before_a_kernel_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "execute", lambda *_: pytest.fail("a kernel was started"))
+    done = reference(RECIPES["stage2"])
+    data = recipe(RECIPES["stage2"], tmp_path).data
+    usual = ["stage2", "--preset", "smoke", "--data", data, "--out", tmp_path/"out"]
+    for words, message in ((["--model", "tyni"], "tiny"), (["--model", "tiny", "--data", "no.csv"], "no.csv"),
+                           (["--model", "tiny", "--out", done], "holds another run")):
+        found = invoke(*usual, *words)
+        assert found.exit_code == 1 and message in found.stderr and len(found.stderr.splitlines()) == 2, found.output
+    assert not (tmp_path/"out").exists()
+
+
+def test_papermill_stops_at_a_name_that_the_recipe_lacks(tmp_path):
+    words = [sys.executable, "-m", "papermill", stage_folder()/"stage2.ipynb", tmp_path/"out.ipynb", "-p", "lr", "3",
+             "--no-progress-bar"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert found.returncode and "stage2 has no parameter 'lr'; did you mean learning_rate?" in found.stderr
+    assert not (tmp_path/"runs").exists()
+
+
+def test_a_failing_notebook_is_two_lines_and_a_run_shows_no_parameters(tmp_path):
+    data = recipe(RECIPES["stage2"], tmp_path).data
+    words = [COMMAND, "stage2", "--preset", "smoke", "--model", "tiny", "--data", data, "--out", tmp_path/"out"]
+    found = warm.run([*words, "--global-batch", "4096"], capture_output=True, text=True, timeout=300)
+    what, fix = found.stderr.splitlines()
+    assert found.returncode == 1 and what.startswith("anchor-nb: stage2 failed: ") and "Error" not in what
+    assert "the notebook with the traceback: " in fix and found.stdout == ""
+    closed = subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = closed.stdout.readline()
+    closed.stdout.close()
+    _, said = closed.communicate(timeout=300)
+    assert "toy: " in first and (tmp_path/"out"/"model").is_dir(), said
+    assert "Warning" not in said and "shards" not in said and "Traceback" not in said
+
+
+def test_ctrl_c_while_it_is_importing_is_two_lines():
+    code = "import signal; from anchor_nb.cli import main; "
+    code += "main.be_quiet = lambda: signal.raise_signal(signal.SIGINT); main.main()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 130 and len(found.stderr.splitlines()) == 2 and "Traceback" not in found.stderr
