@@ -6,24 +6,27 @@
 __all__ = []
 
 # %% ../../nbs/cli/00_app.ipynb #6040d3a2
+import inspect
 import json
 import os
 import sys
 import unicodedata
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from ..core.errors import exit_code, two_lines
+from ..core.errors import exit_code, split_fix, two_lines
 from ..runs.launch import forget_stale_ranks
 from ..experiments.pipeline import full_preset
 from ..core.recipe import RECIPES
-from ..core.settings import GROUPS, grouped, grouped_yaml
+from ..core.settings import ALIASES, GROUPS, default, grouped, grouped_yaml, nearest
 from ..core.presets import methods, presets
 from ..experiments.torchrun import read_pairs, read_parameter_file
 from ..experiments.stages import checked, declared, stage_notebook
@@ -40,15 +43,29 @@ def printable(text: str, keep: str = "") -> str: # keep: control characters that
         return letter.encode("unicode_escape").decode() if odd and letter not in keep else letter
     return "".join(map(shown, text))
 
+def mistyped(error) -> str: # error: one of typer's about the words of a command
+    "What is wrong with the words of a command, and what to do, in two lines."
+    path = error.ctx.command_path if error.ctx else "anchor-nb"
+    help = f"`{path} --help` shows how it is used"
+    if not hasattr(error, "possibilities"):
+        what, fix = split_fix(error.format_message().removesuffix("."))
+        return f"{what}\n{fix or help}"
+    wrong, stage = error.option_name, RECIPES.get(error.ctx.info_name)
+    near = get_close_matches(wrong, error.possibilities or [], 1, 0.7)
+    if stage and (name := nearest(stage, wrong)): near = [f"--{name.replace('_', '-')}"]
+    return f"{path} has no option {wrong}\n" + (f"did you mean {near[0]}?" if near else help)
+
 @contextmanager
 def readable_errors():
     "Turn what ends a command into two lines on stderr and an exit code."
     try: yield
     except (Exception, KeyboardInterrupt) as error:
-        if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)):
+        words = hasattr(error, "format_message") and error.exit_code == 2
+        if not words and hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)):
             raise # typer's own
-        typer.echo(f"anchor-nb: {printable(two_lines(error), keep=TEXT)}", err=True)
-        raise typer.Exit(exit_code(error)) from None
+        lines = mistyped(error) if words else two_lines(error)
+        typer.echo(f"anchor-nb: {printable(lines.removeprefix('anchor-nb '), keep=TEXT)}", err=True)
+        raise typer.Exit(2 if words else exit_code(error)) from None
 
 # %% ../../nbs/cli/00_app.ipynb #d6af385f
 @contextmanager
@@ -92,11 +109,69 @@ def argument(kind: type, help: str, **how):
     "The annotation of an argument."
     return Annotated[kind, typer.Argument(help=help, **how)]
 
+# %% ../../nbs/cli/00_app.ipynb #c0a10002
+def spelled(word: str) -> tuple: # "--max_length=8" -> ("max-length", "8"); no option: ("", "")
+    "The name of an option and the value behind its equals sign."
+    name, _, value = word.removeprefix("--").partition("=")
+    return (name.replace("_", "-"), value) if word.startswith("--") else ("", "")
+
+def named_alike(params: list, args: list) -> tuple: # -> (words for typer, argument -> value given by name)
+    "The words of a command in the form in which typer knows them."
+    options = {opt for param in params for opt in param.opts if param.param_type_name == "option"}
+    places = {param.name.replace("_", "-"): param.name for param in params
+              if param.param_type_name == "argument" and param.nargs == 1}
+    flags = {param.opts[0] for param in params if param.secondary_opts}
+    words, named, rest = [], {}, list(args)
+    while rest:
+        word = rest.pop(0)
+        if word == "--": return [*words, word, *rest], named
+        if word == "-p" and word not in options and rest: word = f"--{rest.pop(0)}"
+        name, value = spelled(word)
+        if f"--{name}" in flags and (value or "".join(rest[:1])).lower() in ("true", "false"):
+            value = value or rest.pop(0)
+            words.append(f"--{name}" if value.lower() == "true" else f"--no-{name}")
+        elif name in places and f"--{name}" not in options and ("=" in word or rest):
+            named[places[name]] = value if "=" in word else rest.pop(0)
+        else: words.append(word)
+    return words, named
+
+# %% ../../nbs/cli/00_app.ipynb #c0a10003
+SETTINGS = "settings" # the panel of the options that stand for settings of a stage
+
+class Command(TyperCommand):
+    "A command that takes its words like all others, and whose help shows the settings to change first."
+    def parse_args(self, ctx, args):
+        words, named = named_alike(self.params, args)
+        ctx.default_map = {**(ctx.default_map or {}), **named}
+        rest = super().parse_args(ctx, words)
+        for name in named:
+            if ctx.get_parameter_source(name).name == "COMMANDLINE":
+                ctx.fail(f"{name} is given twice, by name and by place")
+        return rest
+
+    def format_options(self, ctx, formatter):
+        params = self.get_params(ctx)
+        settings = {param.name for param in params if getattr(param, "rich_help_panel", "") == SETTINGS}
+        panels = dict(Arguments=[], Options=[])
+        for param in params:
+            if param.name in settings or not (record := param.get_help_record(ctx)): continue
+            panels["Arguments" if param.param_type_name == "argument" else "Options"].append(record)
+        for panel, rows in panels.items():
+            if panel == "Options" and self.name in RECIPES:
+                places = {param.name for param in params if param.param_type_name == "argument"}
+                write_basics(self.name, settings | places, formatter)
+            if rows:
+                with formatter.section(panel): formatter.write_dl(rows)
+
+class Shell(typer.Typer):
+    "An application of such commands."
+    def command(self, name=None, *, cls=Command, **how): return super().command(name, cls=cls, **how)
+
 # %% ../../nbs/cli/00_app.ipynb #95b3e973
 START, DATA, TRAIN = "Start here", "Texts and pairs", "Train"
 SCORE, USE, SCALE = "Score and look inside", "Use a model", "Plan, measure, scale"
-EXIT_CODES = ("Exit codes: 0 done; 1 the message says what to mend, or what was checked does not hold; 2 the words of "
-              "the command; 130 stopped with Ctrl-C and 143 told to stop: the same command resumes.")
+EXIT_CODES = ("Exit codes: 0 done; 1 the message says what to mend, or what was checked does not hold; 2 the command "
+              "is mistyped; 130 stopped with Ctrl-C and 143 told to stop: the same command resumes.")
 
 def first_sentence(text: str) -> str:
     "A text up to its first full stop or blank line, in one line."
@@ -115,9 +190,10 @@ class ByTask(TyperGroup):
             if rows:
                 with formatter.section(panel): formatter.write_dl(rows, col_max=14)
 
-app = typer.Typer(cls=ByTask, help="Text embedders from language models: reconstruction first, contrast second. Each "
-                                   "stage is a notebook; this runs it.", epilog=EXIT_CODES,
-                  rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = Shell(cls=ByTask, help="Text embedders from language models: reconstruction first, contrast second. Each stage "
+                             "is a notebook; this runs it.", epilog=EXIT_CODES, rich_markup_mode=None,
+            context_settings=dict(token_normalize_func=lambda name: name.replace("_", "-")),
+            pretty_exceptions_enable=False, no_args_is_help=True)
 
 # %% ../../nbs/cli/00_app.ipynb #64ee0c30
 def print_version(wanted: bool):
@@ -172,31 +248,90 @@ def first_line(notebook: Path) -> str: # the line behind ">" in the first cell
     text = "".join(read_json(notebook)["cells"][0]["source"])
     return next((line.lstrip("> ") for line in text.splitlines() if line.startswith(">")), "")
 
-def parameter_line(f, width: int) -> str: # f: a field of a recipe
-    "A parameter with its type and meaning, for `--help`."
-    text, choices = f.metadata["help"], f.metadata["choices"]
-    if not all(choice in text for choice in choices): text += f" ({', '.join(choices)})"
-    return f"  {f'{f.name}: {f.type.__name__}':{width}}  {text}"
+METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: "", list: "TEXT", dict: "NAME=VALUE"}
 
-def parameter_help(stage: str, every: bool = False) -> str: # every: all groups, not the first alone
-    "The parameters of a stage by group, for `--help` and `--help-all`."
-    if stage not in RECIPES: return ""
-    groups = grouped(RECIPES[stage])
-    shown = groups if every else dict(first=groups["first"])
-    width = max(len(f"{f.name}: {f.type.__name__}") for members in shown.values() for f in members)
-    blocks = ["\n".join([f"\b\n{GROUPS[group]} (-p name=value):", *(parameter_line(f, width) for f in members)])
-              for group, members in shown.items()]
-    hidden = sum(map(len, groups.values())) - sum(map(len, shown.values()))
-    if hidden: blocks.append(f"`anchor-nb {stage} --help-all` shows the other {hidden}.")
-    return "\n\n".join(blocks)
+def setting_row(f) -> tuple: # f: a field of a recipe -> ("--steps INT", "optimizer steps [default: 1000]")
+    "A setting as a line of the help."
+    kind = "|".join(f.metadata["choices"]) or METAVARS[f.type]
+    value = {True: "true", False: "false"}.get(default(f), default(f)) if f.type is bool else default(f)
+    usual = "" if value in ("", [], {}) else f" [default: {value}]"
+    return f"--{f.name.replace('_', '-')} {kind}".rstrip(), f.metadata["help"] + usual
+
+# what a newcomer sets, in this order
+BASICS = ("data", "corpora", "model", "models", "benchmark", "tasks", "a", "b", "out", "epochs", "learning_rate",
+          "global_batch", "steps")
+
+def basics(stage: str) -> list: # of fields, six at most
+    "The settings of a stage that its help shows."
+    first = grouped(RECIPES[stage])["first"]
+    return sorted(first, key=lambda f: BASICS.index(f.name) if f.name in BASICS else len(BASICS))[:6]
+
+def write_basics(stage: str, names: set, formatter): # names: of the settings that are options
+    "Write the six basic settings of a stage, and where the others are."
+    rows = [setting_row(f) for f in basics(stage) if f.name in names] # others are options of the command's own
+    with formatter.section(GROUPS["first"]): formatter.write_dl(rows)
+    hidden = len(fields(RECIPES[stage])) - len(rows)
+    formatter.write_text(f"`anchor-nb {stage} --help-all` shows the other {hidden}; each is also -p name=value.")
 
 def show_all(ctx: typer.Context, wanted: bool):
-    "Print every parameter of a stage and end."
+    "Print every setting of a stage and end."
     if not wanted: return
-    typer.echo(f"{ctx.get_usage()}\n\n{parameter_help(ctx.info_name, every=True)}".replace("\b\n", ""))
+    formatter = ctx.make_formatter()
+    for group, members in grouped(RECIPES[ctx.info_name]).items() if ctx.info_name in RECIPES else ():
+        with formatter.section(GROUPS[group]): formatter.write_dl([setting_row(f) for f in members])
+    typer.echo(f"{ctx.get_usage()}\n\n{formatter.getvalue()}".rstrip("\n"))
     raise typer.Exit()
 
 HelpAll = option(bool, "show every parameter and exit", "--help-all", callback=show_all, is_eager=True)
+
+# %% ../../nbs/cli/00_app.ipynb #c0a10004
+def setting_option(f, name: str = ""): # f: a field of a recipe; name: an alias, which the help does not show
+    "The annotation of the option that stands for a setting."
+    words = [f"--{(name or f.name).replace('_', '-')}"]
+    if f.type is bool: words = [f"{words[0]}/--no-{words[0][2:]}"]
+    kind = {bool: bool | None, list: list[str], dict: list[str]}.get(f.type, str | None)
+    return option(kind, f.metadata["help"], *words, hidden=bool(name), show_default=False, rich_help_panel=SETTINGS)
+
+def as_text(f, value) -> str: # value: of its option
+    "The value of an option as `-p` takes it."
+    if f.type is bool: return str(value).lower()
+    if f.type not in (list, dict): return value
+    start, end = "[]" if f.type is list else "{}"
+    if value[0].startswith(start): return value[0]
+    if f.type is dict: value = [text.replace("=", ": ", 1) for text in value]
+    return start + ", ".join(value) + end
+
+def renamed(stage: str, pairs: list) -> list: # pairs: texts like "lr=1e-4"
+    "Parameters under our names; a line on stderr for each that other libraries call otherwise."
+    known, result = {f.name for f in fields(RECIPES[stage])} if stage in RECIPES else set(), []
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        plain = name.strip().replace("-", "_")
+        ours = plain if plain in known else ALIASES.get(plain, name)
+        if ours in known and ours != plain: typer.echo(f"{plain} means {ours} here", err=True)
+        result.append(f"{ours if ours in known else name}{equals}{value}")
+    return result
+
+# %% ../../nbs/cli/00_app.ipynb #c0a10006
+def takes_settings(*stages: str): # -> a decorator
+    "Give a command an option for each setting of these stages; it receives those given behind `parameter`."
+    known = {f.name: f for stage in stages if stage in RECIPES for f in fields(RECIPES[stage])}
+    hidden = {alias: known[ours] for alias, ours in ALIASES.items() if ours in known and alias not in known}
+    def decorate(command):
+        own = inspect.signature(command).parameters
+        more = {name: f for name, f in (known | hidden).items() if name not in own}
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None,
+                                   annotation=setting_option(f, name if name in hidden else ""))
+                 for name, f in more.items()]
+        @wraps(command)
+        def call(**given):
+            typed = {name: given.pop(name, None) for name in more}
+            pairs = [f"{name}={as_text(more[name], value)}" for name, value in typed.items() if value not in (None, [])]
+            stage = given.get("stage", stages[0])
+            return command(**given | dict(parameter=renamed(stage, [*given["parameter"], *pairs])))
+        call.__signature__ = inspect.Signature([*own.values(), *added])
+        return call
+    return decorate
 
 # %% ../../nbs/cli/00_app.ipynb #8be04412
 def spelled_out(stage: str, values: dict) -> tuple: # (all parameters, the same as a file for -f)

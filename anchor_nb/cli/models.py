@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/cli/05_models.ipynb #105313bf
 import typer
 
-from anchor_nb.core.settings import coerce, from_yaml
+from anchor_nb.core.settings import KINDS, coerce, from_yaml
 from anchor_nb.experiments.torchrun import read_pairs
 from anchor_nb.cli.app import (MODEL_HELP, START, TEXT, USE, AsJson, answering, app, argument, option,
                                printable)
@@ -86,8 +86,8 @@ def load_options(pairs: list) -> dict: # for `AnchorEmbedder.from_pretrained`
         if name not in LOADING:
             raise ValueError(f"no parameter {name!r}; there are {', '.join(LOADING)}")
         if type(value) is not LOADING[name]:
-            raise ValueError(f"{name}={value!r} is no {LOADING[name].__name__}; give {name} as "
-                             f"{LOADING[name].__name__}")
+            what, example = KINDS[LOADING[name]]
+            raise ValueError(f"{name}={value!r} is {what}; write it like {name}={example}")
     return given
 
 # %% ../../nbs/cli/05_models.ipynb #4e180e55

@@ -16,7 +16,7 @@ from ..experiments.stages import StageError, run_stage
 from ..runs.ledger import read_json, read_rows
 from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile,
                                Parameters, Preset, Quiet, answering, app, argument, gather, option,
-                               parameter_help, spelled_out)
+                               spelled_out, takes_settings)
 
 # %% ../../nbs/cli/03_scoring.ipynb #cfff1636
 Models = argument(list[str], f"{MODEL_HELP}; one or several; none: the models of the parameters", metavar="[MODEL]...")
@@ -57,7 +57,8 @@ def answer_with_table(answer, out: str, models: list, *lines: str):
     found = outcome(out, models)
     answer(found, scoreboard_text(found.get("table", []), found.get("not_scored", {})), *lines)
 
-@app.command("evaluate", rich_help_panel=SCORE, help=f"{RECIPES['evaluate'].__doc__}\n\n{parameter_help('evaluate')}")
+@app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
+@takes_settings("evaluate")
 def evaluate(models: Models = [], benchmark: Benchmark = "", task: Task = [], data_root: DataRoot = "",
              as_json: AsJson = False, parameter: Parameters = [], preset: Preset = "",
              file: ParameterFile = None, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
@@ -152,7 +153,8 @@ def paper_tables(ledger: argument(Path, "a ledger.jsonl, or the folder it lies i
             typer.echo(run.drop(columns="table").to_string(index=False, na_rep="", float_format="{:.2f}".format))
 
 # %% ../../nbs/cli/03_scoring.ipynb #bae940f4
-@app.command("analyse", rich_help_panel=SCORE, help=f"{RECIPES['analyse'].__doc__}\n\n{parameter_help('analyse')}")
+@app.command("analyse", rich_help_panel=SCORE, help=RECIPES["analyse"].__doc__)
+@takes_settings("analyse")
 def analyse(a: argument(str, "the model before: run folder, model folder, hub id or short name; none: that of the "
                              "parameters") = "", b: argument(str, "the model after") = "",
             data: option(str, "folder or file of rows with text, or hf:org/name") = "",

@@ -6,19 +6,20 @@
 __all__ = []
 
 # %% ../../nbs/cli/02_training.ipynb #38369be8
-import os
+import inspect
 from pathlib import Path
 
 import typer
 
 from ..experiments.pipeline import plan, run_pipeline
 from ..core.recipe import RECIPES
+from ..runs.launch import variable
 from ..core.presets import methods, presets
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
 from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
                                ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
-                               first_line, gather, option, parameter_help, show, with_gpus)
+                               first_line, gather, option, show, takes_settings, with_gpus)
 
 # %% ../../nbs/cli/02_training.ipynb #a88bdbed
 @app.command("stages", rich_help_panel=START)
@@ -32,18 +33,27 @@ def list_presets():
     for name, names in presets().items(): typer.echo(f"{name:14} {', '.join(names)}")
 
 # %% ../../nbs/cli/02_training.ipynb #aeb87ad5
+Data = argument(str, "the same as --data", metavar="DATA")
+
 def add_stage(stage: str):
     "Add a command that runs one stage."
-    def command(parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, gpus: Gpus = -1,
-                output: Output = None, dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
-        values = gather(stage, preset, file, parameter) | with_gpus(stage, gpus)
+    def command(place: Data = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
+                gpus: Gpus = -1, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
+                help_all: HelpAll = False):
+        if place and any(pair.startswith("data=") for pair in parameter):
+            raise ValueError("data is given twice; name it by place or with --data")
+        pairs = [*parameter, f"data={place}"] if place else parameter
+        values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
         if dry_run: return show(stage, values)
         # the first node has the notebook
-        if int(os.environ.get("NODE_RANK", 0)) and stage in TRAINING: return train_stage(stage, values) and None
+        if variable("NODE_RANK", 0) and stage in TRAINING: return train_stage(stage, values) and None
         typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
+    own = inspect.signature(command)
+    if stage not in ("stage1", "stage2", "mine"):
+        command.__signature__ = own.replace(parameters=[p for p in own.parameters.values() if p.name != "place"])
     purpose = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
     panel = dict(prepare=DATA, mine=DATA).get(stage, TRAIN)
-    app.command(stage, help=f"{purpose}\n\n{parameter_help(stage)}", rich_help_panel=panel)(command)
+    app.command(stage, help=purpose, rich_help_panel=panel)(takes_settings(stage)(command))
 
 for stage in dict.fromkeys([*RECIPES, *stages()]):
     if stage not in ("evaluate", "analyse", "report"): add_stage(stage)
@@ -146,6 +156,7 @@ def run_recipe(name: Recipe, out: option(str, "folder of all runs, which recipes
         raise typer.Exit(1)
 
 @app.command("submit", rich_help_panel=SCALE)
+@takes_settings(*RECIPES)
 def submit(stage: argument(str, "a stage"), parameter: Parameters = [], preset: Preset = "",
            file: ParameterFile = None, gpus: Gpus = -1, slurm: Slurm = [],
            dry_run: option(bool, "print the job, queue nothing", "--dry-run") = False):

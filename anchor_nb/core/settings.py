@@ -7,6 +7,7 @@ __all__ = ['GROUPS', 'setting', 'grouped', 'coerce', 'Recipe', 'check_names', 'd
            'as_yaml']
 
 # %% ../../nbs/core/00_settings.ipynb #c57c606e
+import difflib
 from dataclasses import asdict, dataclass, field, fields, MISSING
 
 # %% ../../nbs/core/00_settings.ipynb #ef4ffd77
@@ -56,8 +57,13 @@ def from_yaml(name: str, text: str): # -> the value
     try: return yaml.safe_load(text)
     except yaml.YAMLError as error:
         wrong = getattr(error, "problem", None) or "it cannot be read"
-        raise ValueError(f"{name}={text} is no YAML ({wrong}); close every bracket and quote, such as [a, b] or "
+        raise ValueError(f"{name}={text} is not valid YAML ({wrong}); close every bracket and quote, such as [a, b] or "
                          "{a: 1}") from None
+
+# %% ../../nbs/core/00_settings.ipynb #3db08869
+# type -> what a value of another type is, and how to write a right one
+KINDS = {int: ("not a whole number", "8"), float: ("not a number", "1e-4"), str: ("not text", "mine"),
+         bool: ("neither true nor false", "true"), list: ("not a list", "[a, b]"), dict: ("not a mapping", "{a: 1}")}
 
 # %% ../../nbs/core/00_settings.ipynb #39c36944
 def coerce(name: str,  # the field, for the error
@@ -74,7 +80,8 @@ def coerce(name: str,  # the field, for the error
     if kind is bool and str(value).lower() in ("true", "false"): return str(value).lower() == "true"
     if kind in (list, dict) and isinstance(value, str) and isinstance(parsed := from_yaml(name, value), kind):
         return parsed
-    raise ValueError(f"{name}={value!r} is no {kind.__name__}; give {name} as {kind.__name__}")
+    what, example = KINDS[kind]
+    raise ValueError(f"{name}={value!r} is {what}; write it like {name}={example}")
 
 # %% ../../nbs/core/00_settings.ipynb #62cbd208
 @dataclass(frozen=True, kw_only=True)
@@ -106,32 +113,61 @@ class Recipe:
         "Rules between fields, as pairs (is it broken, message)."
         return []
 
+    def _repr_pretty_(self, printer, cycle): printer.text(as_yaml(self)) # what a notebook shows
+
+# %% ../../nbs/core/00_settings.ipynb #a11a5e50
+ALIASES = dict(lr="learning_rate", batch_size="global_batch", train_batch_size="global_batch",
+               per_device_train_batch_size="global_batch", num_train_epochs="epochs", num_epochs="epochs",
+               max_steps="steps", num_steps="steps", max_seq_length="max_length", max_seq_len="max_length",
+               seq_length="max_length", temp="temperature", tau="temperature", output_dir="out", output_path="out",
+               model_name_or_path="model", model_name="model", base_model="model", train_file="data", dataset="data",
+               dataset_name="data", train_data="data", warmup="warmup_steps", lr_scheduler_type="schedule",
+               optim="optimizer", max_gradient_norm="max_grad_norm", lora_r="lora_rank", num_negatives="negatives",
+               random_seed="seed", dataloader_num_workers="workers", num_workers="workers",
+               save_total_limit="keep_last", report_to="trackers")
+
+def nearest(cls: type, name: str) -> str: # cls: a recipe; empty where no name is near
+    "The parameter of a recipe that a wrong name was probably meant to be."
+    known = [f.name for f in fields(cls)]
+    plain = name.strip("-").replace("-", "_").lower()
+    others = {alias: ours for alias, ours in ALIASES.items() if ours in known}
+    if plain in others: return others[plain]
+    parts = [ours for ours in known if len(plain) > 2 and (plain in ours or ours in plain)]
+    close = difflib.get_close_matches(plain, [*known, *others], 1, 0.7) or parts or [""]
+    return others.get(close[0], close[0])
+
 # %% ../../nbs/core/00_settings.ipynb #d0e78943
 def check_names(cls: type,      # a recipe
                 values: dict,   # parameter -> value
                 where: str = "", # the file they came from, for the error
                ) -> dict:       # -> the values, untouched
     "Refuse unknown parameters and suggest the nearest known one."
-    import difflib
-    known = [f.name for f in fields(cls)]
+    known, stage = {f.name for f in fields(cls)}, cls.__name__.lower()
     for name in values:
         if name in known: continue
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
-        if name in cls.fixed: hint = f"; it was removed; {cls.fixed[name]!r} always holds"
-        place = f"{where}: " if where else ""
-        raise ValueError(f"{place}{cls.__name__} has no parameter {name!r}{hint}")
+        near = nearest(cls, name)
+        hint = f"did you mean {near}?" if near else f"`anchor-nb {stage} --help-all` lists all that there are"
+        if name in cls.fixed: hint = f"it was removed; {cls.fixed[name]!r} always holds"
+        place = f"{where}: " if where not in ("", stage) else ""
+        raise ValueError(f"{place}{stage} has no parameter {name!r}; {hint}")
     return values
 
 def default(f) -> object: # f: a dataclass field
     "The default of a dataclass field."
     return f.default_factory() if f.default is MISSING else f.default
 
+# %% ../../nbs/core/00_settings.ipynb #a11a5e51
+def is_parameter(name: str, value) -> bool:
+    "Whether a notebook's variable is a plain value that somebody has set, rather than one of IPython's."
+    return (value is None or type(value) in KINDS) and not name.startswith("_") and name not in ("In", "Out")
+
 # %% ../../nbs/core/00_settings.ipynb #bc0ea88c
 def from_parameters(cls: type,       # a recipe
                     namespace: dict, # `globals()` of the stage notebook, or the recipe of a manifest
                    ):                # -> the recipe
     "The recipe that a notebook's parameters describe; ValueError names the field and the fix."
+    if not any(isinstance(value, cls) for value in namespace.values()): # the first time that the cell runs
+        check_names(cls, {name: value for name, value in namespace.items() if is_parameter(name, value)})
     return cls(**{f.name: namespace[f.name] for f in fields(cls)})
 
 def as_dict(recipe: Recipe) -> dict: # field -> value, plain types

@@ -63,10 +63,12 @@ def read_sweep(name) -> dict: # a path, a name, or what such a file would hold -
     import yaml
     if isinstance(name, dict): return checked_sweep(name, "sweep")
     path = sweep_file(name)
-    try: sweep = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    try: sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML ({getattr(error, 'problem', error)}, "
                          f"{getattr(error, 'problem_mark', '')})") from None
+    if not sweep:
+        raise ValueError(f"{path} is empty; write what varies, such as grid: {{stage2.temperature: [0.02, 0.05]}}")
     if not isinstance(sweep, dict):
         raise ValueError(f"{path}: write fields such as preset, base, arms and grid, this is {type(sweep).__name__}")
     return checked_sweep(sweep, str(path))
