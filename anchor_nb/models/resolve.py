@@ -141,6 +141,14 @@ def resolve_model(name: str) -> str:  # short name, folder or hub id -> folder o
         raise ValueError(f"There is no model {name!r}; did you mean {near[0]!r}? Short names are {names}")
     return name
 
+# %% ../../nbs/models/05_resolve.ipynb #5e50ea02
+def is_here(name: str) -> bool: # as `resolve_model` takes it
+    "Whether a model can be loaded without fetching or building anything."
+    if name and Path(name).expanduser().is_dir(): return True
+    if name in BUILT_MODELS and (cache_dir()/"models"/f"{name}-{BUILD}"/"config.json").is_file(): return True
+    try: return in_hub_cache(MODELS.get(name, name))
+    except ValueError: return False # no name that a hub could know
+
 # %% ../../nbs/models/05_resolve.ipynb #c28622a1
 def find_model(path: str) -> str: # a folder or hub id with weights or an adapter
     "The model that a run folder, a model folder or a name stands for; FileNotFoundError for an unfinished run."
