@@ -110,7 +110,7 @@ def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.
              rate: option(float, "10^12 operations a second of a GPU's matrix products; default: measured here",
                           show_default=False) = 0,
              as_json: AsJson = False):
-    "Minutes and memory of each stage, on this machine or on GPUs that you describe. Exit code 1 where one does not fit."
+    "Minutes and memory of each stage, on this machine or on GPUs you describe. Exit code 1 where one does not fit."
     from anchor_nb.training import plan as planning
     from anchor_nb.training.flops import find_shape
     with answering(as_json) as answer:

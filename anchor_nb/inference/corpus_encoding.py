@@ -373,6 +373,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
                                                  **check_names(Encoding, settings))
     keep_apart(out, corpus=str(corpus), model=[str(model), *chain(find_model(str(model)))])
     first, shared = shared_run()
+    announce(f"reading texts from {corpus}")
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)
         if first and not (Path(out)/"manifest.json").exists(): check_ids(pieces, settings.field, settings.id_field)

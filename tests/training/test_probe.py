@@ -1,6 +1,7 @@
 "The forecast before the first step: it changes nothing, it is near the truth, and it says what makes a run short."
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import psutil
 import pytest
@@ -37,7 +38,7 @@ def test_a_forecast_is_near_the_truth_and_leaves_no_trace(trained, tmp_path, mon
     other = recipe(type(asked), tmp_path/"unprobed", steps=6, **{name: getattr(asked, name) for name in
                                                                  ("micro_tokens", "lora_dropout")})
     assert trainer.train(other)["forecast"]["seconds"] == 0
-    assert_same_run(asked.out, other.out)
+    assert_same_run(Path(asked.out), Path(other.out))
 
 
 @pytest.mark.parametrize("name", STAGES)
