@@ -142,11 +142,11 @@ def test_a_mistake_in_a_shell_is_no_traceback(tmp_path):
 
 
 def test_a_fault_of_ours_says_so(monkeypatch):
-    from anchor_nb.training import memory as planning
+    from anchor_nb.training import plan as planning
     def broken(*_, **__):
         raise KeyError("layers")
     monkeypatch.setattr(planning, "report", broken)
-    result = invoke("plan")
+    result = invoke("plan", "--gpus", "1")
     what, fix = result.stderr.splitlines()
     assert (result.exit_code, what) == (1, "anchor-nb: KeyError: 'layers'")
     assert fix.startswith("this is a fault of anchor_nb: please report it with the traceback; traceback: ")
@@ -154,11 +154,11 @@ def test_a_fault_of_ours_says_so(monkeypatch):
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch):
-    from anchor_nb.training import memory as planning
+    from anchor_nb.training import plan as planning
     def lacking(*_, **__):
         raise ModuleNotFoundError("No module named 'submitit'", name="submitit")
     monkeypatch.setattr(planning, "report", lacking)
-    result = invoke("plan")
+    result = invoke("plan", "--gpus", "1")
     assert result.stderr.startswith("anchor-nb: the package submitit is not installed\npip install anchor_nb[slurm]\n")
 
 
@@ -202,8 +202,8 @@ def stubbed(monkeypatch, tmp_path):
     stub("release.card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md", readers={}))
     stub("inference.filtering.filter_pairs", {"a": facts})
     stub("release.merging.merge_models", dict(tensors=5, bytes=8))
-    stub("training.memory.report", [])
-    stub("training.memory.table", "nothing")
+    stub("training.plan.report", [])
+    stub("training.plan.table", "nothing")
     files = [dict(bytes=8, path="README.md", sha256="ab")]
     stub("release.hub.push", dict(files=files, bytes=8, left_out=[], plan="ab"))
     stub("inference.search.search_corpus", [dict(query="who?", hits=[])])

@@ -148,6 +148,23 @@ def test_an_unknown_architecture_is_run_unplanned():
 
 
 def test_the_planner_loads_no_heavy_library():
-    code = ("import sys; from anchor_nb.training.memory import report, table; table(report('llama-3.1-8b', 8)); "
+    code = ("import sys; from anchor_nb.training.plan import Machine, report, table; "
+            "eight = Machine(8, 80e9); table(report('llama-3.1-8b', eight), eight); "
             "print([name for name in ('torch', 'transformers') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_this_machine_is_planned_for_and_its_hours_are_counted(monkeypatch):
+    "Without options: the CPU here, its threads and its free memory, with the preset for it."
+    from typer.testing import CliRunner
+    from anchor_nb.cli.main import app
+    from anchor_nb.training import plan
+    from common import toy_pairs
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr(plan, "matrix_rate", lambda *_: 1e9)
+    shown = CliRunner().invoke(app, ["plan", "--model", "tiny", "--data", toy_pairs()])
+    assert shown.exit_code == 0, shown.output
+    for words in ("tiny on this machine, a CPU with", "preset laptop", "268 pairs", "CPU hours", "stage2", "yes"):
+        assert words in shown.stdout
+    rows = plan.report("tiny", plan.Machine(0, 8*GB, 1e9, "fp32", cores=4), given=dict(steps=10, global_batch=8))
+    for row in rows: assert row["device_hours"] == pytest.approx(row["minutes"]/60*4)
