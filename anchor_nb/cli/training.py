@@ -7,6 +7,9 @@ __all__ = []
 
 # %% ../../nbs/cli/02_training.ipynb #38369be8
 import inspect
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -19,7 +22,7 @@ from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
 from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
                                ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
-                               first_line, gather, option, show, takes_settings, with_gpus)
+                               first_line, gather, option, show, spelled_out, takes_settings, with_gpus)
 
 # %% ../../nbs/cli/02_training.ipynb #a88bdbed
 @app.command("stages", rich_help_panel=START)
@@ -35,6 +38,12 @@ def list_presets():
 # %% ../../nbs/cli/02_training.ipynb #aeb87ad5
 Data = argument(str, "the same as --data", metavar="DATA")
 
+def show_forecast(stage: str, values: dict):
+    "Print how long a training stage would take, as a comment below its parameters."
+    from anchor_nb.training.trainer import forecast_lines
+    with redirect_stdout(sys.stderr): lines = forecast_lines(RECIPES[stage](**spelled_out(stage, values)[0]))
+    typer.echo("\n" + "\n".join(f"# {line}" for line in lines))
+
 def add_stage(stage: str):
     "Add a command that runs one stage."
     def command(place: Data = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
@@ -44,7 +53,10 @@ def add_stage(stage: str):
             raise ValueError("data is given twice; name it by place or with --data")
         pairs = [*parameter, f"data={place}"] if place else parameter
         values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
-        if dry_run: return show(stage, values)
+        if dry_run:
+            show(stage, values)
+            if stage in TRAINING and values.get("data"): show_forecast(stage, values)
+            return
         # the first node has the notebook
         if variable("NODE_RANK", 0) and stage in TRAINING: return train_stage(stage, values) and None
         typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
@@ -81,23 +93,44 @@ def demo(quiet: Quiet = False):
     pipeline(preset="demo", out=Path("runs/demo"), parameter=[], dry_run=False, quiet=quiet)
 
 # %% ../../nbs/cli/02_training.ipynb #29fb8d00
+def machine_for(shape, gpus: int, gpu_memory: float, rate: float, precision: str): # -> `Machine`; 0, "": as it is here
+    "The machine that `plan` is asked about: this one, or GPUs that are described."
+    from anchor_nb.training.plan import Machine, this_machine
+    if gpus or gpu_memory:
+        return Machine(gpus or 1, (gpu_memory or 80)*1e9, rate*1e12, "bf16" if precision == "auto" else precision)
+    here = this_machine(shape, precision)
+    return replace(here, rate=rate*1e12) if rate else here
+
 @app.command("plan", rich_help_panel=SCALE)
-def plan_memory(model: option(str, "folder, hub id, short name, or such as llama-3.2-1b") = "smollm2-135m",
-                gpus: int = 1, gpu_memory: option(float, "GB of each") = 80,
-                max_length: option(int, "tokens of one text at most") = 512,
-                mean_query: option(int, "tokens of a query on average") = 25,
-                mean_document: option(int, "tokens of a document on average") = 180, global_batch: int = 512,
-                precision: str = "bf16", optimizer: str = "adamw",
-                sharding: option(str, "ddp or fsdp2") = "ddp",
-                rank: option(int, "rank of stage II's adapters; 0: all parameters train") = 16,
-                rate: option(float, "10^12 operations a second of one GPU's matrix products; without, no seconds") = 0,
-                as_json: AsJson = False):
-    "What each stage needs: memory, tokens of a micro-batch, operations, time. Exit code 1 where a stage does not fit."
-    from anchor_nb.training import memory as planning
+def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.2-1b") = "smollm2-135m",
+             data: option(str, "your pairs, whose rows and lengths are counted") = "",
+             gpus: option(int, "plan for so many GPUs; default: this machine", show_default=False) = 0,
+             gpu_memory: option(float, "GB of each GPU; default: this machine's, else 80", show_default=False) = 0,
+             steps: option(int, "optimizer steps; default: the preset's", show_default=False) = 0,
+             global_batch: option(int, "examples of a step; default: the preset's", show_default=False) = 0,
+             max_length: option(int, "tokens of one text at most; default: the preset's", show_default=False) = 0,
+             mean_query: option(int, "tokens of a query on average; default: as in data, else 25",
+                                show_default=False) = 0,
+             mean_document: option(int, "tokens of a document on average; default: as in data, else 180",
+                                   show_default=False) = 0,
+             precision: option(str, "fp32, bf16 or pure_bf16; auto: as training chooses") = "auto",
+             optimizer: option(str, "adamw or adamw_8bit") = "adamw",
+             sharding: option(str, "ddp or fsdp2") = "ddp",
+             rank: option(int, "rank of stage II's adapters; 0: all parameters train") = 16,
+             rate: option(float, "10^12 operations a second of a GPU's matrix products; default: measured here",
+                          show_default=False) = 0,
+             as_json: AsJson = False):
+    "Minutes and memory of each stage, on this machine or on GPUs you describe. Exit code 1 where one does not fit."
+    from anchor_nb.training import plan as planning
+    from anchor_nb.training.flops import find_shape
     with answering(as_json) as answer:
-        rows = planning.report(model, gpus, gpu_memory, max_length, mean_query, mean_document, global_batch, rate*1e12,
-                               precision, optimizer, rank, sharding=sharding)
-        answer(dict(stages=rows), planning.table(rows))
+        machine = machine_for(find_shape(model), gpus, gpu_memory, rate, precision)
+        pairs = planning.measure_pairs(data, model) if data else planning.Pairs()
+        pairs = replace(pairs, query=mean_query or pairs.query, document=mean_document or pairs.document)
+        rows = planning.report(model, machine, pairs, rank, dict(steps=steps, global_batch=global_batch,
+                                                                 max_length=max_length),
+                               optimizer=optimizer, sharding=sharding)
+        answer(dict(stages=rows), planning.table(rows, machine, pairs))
     if not all(row["fits"] for row in rows):
         raise typer.Exit(1)
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..core.names import hub_has, near_names, near_paths
+from ..core.progress import announce
 from ..data.tables import content_hash
 from ..core.recipe import paper
 
@@ -158,6 +159,7 @@ def find_tasks(benchmark: str = "",        # one of `names()`; empty: none
     "What to evaluate on; ValueError for unknown names, and for names given twice."
     if not benchmark and not tasks:
         raise ValueError(f"Nothing to evaluate on; name a benchmark ({', '.join(BENCHMARKS)}) or tasks")
+    announce("finding the tasks")
     chosen = (benchmark_tasks(benchmark) if benchmark else []) + [find_task(name, **cut) for name in tasks]
     taken = [task.metadata.name for task in chosen]
     if twice := sorted({name for name in taken if taken.count(name) > 1}):

@@ -23,6 +23,7 @@ from ..core.errors import Stopped, split_fix, without_class
 from ..runs.launch import environment
 from ..runs.ledger import read_json, write_json, write_text
 from ..runs.provenance import package_folder
+from ..core.progress import announce
 from ..core.recipe import RECIPES
 from ..core.settings import check_names, coerce
 from ..runs.checkpoints import check_places, locked
@@ -285,6 +286,7 @@ def run_stage(name: str,               # a stage, or the path of a notebook of y
     check_out(stage, whole, folder)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):
+        if log: announce(f"{stage}: starting, in {folder}")
         begun, record = now(), Record(output, folder, stage)
         try:
             execute(notebook, output, Draft(secrets, record.draft, signals), values, log, timeout, secrets)

@@ -18,7 +18,7 @@ import torch
 from safetensors.numpy import load_file, save
 from .. import __version__
 from ..core.files import keep_apart, write_text
-from ..core.progress import progress
+from ..core.progress import announce, progress
 from ..core.settings import Recipe, check_names, identity, setting
 from ..core.redaction import without_secrets
 from ..data.prompts import Prompt
@@ -312,6 +312,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
     Path(settings.out).mkdir(parents=True, exist_ok=True) # may be ahead of the machine that writes the manifest
     mine = [n for n in todo[rank::world] if not record_of(shard_file(settings.out, n))]
     if not mine: return dict(shards=0)
+    announce(f"loading {settings.model}")
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else "cpu"
     embedder = AnchorEmbedder.from_pretrained(settings.model, settings.pooling, settings.max_length, device=device,
                                               precision=settings.precision, micro_tokens=settings.micro_tokens)
@@ -376,6 +377,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
                                                  **check_names(Encoding, settings))
     keep_apart(out, corpus=str(corpus), model=[str(model), *chain(find_model(str(model)))])
     first, shared = shared_run()
+    announce(f"reading texts from {corpus}")
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)
         if first and not (Path(out)/"manifest.json").exists(): 

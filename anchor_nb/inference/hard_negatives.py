@@ -14,6 +14,7 @@ from typing import Iterable, Iterator, NamedTuple
 import numpy as np
 import torch
 from ..core.files import keep_apart, new_folder, write_text
+from ..core.progress import announce
 from ..core.recipe import Mine
 from ..data.rows import generator, load_pairs
 from ..data.tables import content_hash, file_hash, find_sources
@@ -316,6 +317,7 @@ def check_left(name: str, mined: dict, recipe: Mine):
 # %% ../../nbs/inference/02_hard_negatives.ipynb #a7efbb0b
 def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and rows)
     "Read and check all rows; ValueError or FileNotFoundError names the location and the fix."
+    announce(f"reading pairs from {recipe.data}")
     model = [] if recipe.model == "bm25" else [recipe.model, *chain(find_model(recipe.model))]
     for target in filter(None, (recipe.out, recipe.vectors)):
         keep_apart(target, data=recipe.data, corpus=recipe.corpus, model=model)

@@ -151,6 +151,14 @@ def resolve_model(name: str) -> str:  # short name, folder or hub id -> folder o
         raise FileNotFoundError(f"there is no model {name!r}; {did_you_mean(name)}")
     return name
 
+# %% ../../nbs/models/05_resolve.ipynb #5e50ea02
+def is_here(name: str) -> bool: # as `resolve_model` takes it
+    "Whether a model can be loaded without fetching or building anything."
+    if name and Path(name).expanduser().is_dir(): return True
+    if name in BUILT_MODELS and (cache_dir()/"models"/f"{name}-{BUILD}"/"config.json").is_file(): return True
+    try: return in_hub_cache(MODELS.get(name, name))
+    except ValueError: return False # no name that a hub could know
+
 # %% ../../nbs/models/05_resolve.ipynb #3fe0b7a2
 CONFIGS = ("config.json", "adapter_config.json", "modules.json") # one of which every model folder has
 

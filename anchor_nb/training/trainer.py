@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments
 from ..core.distributed import all_reduce, of_first_rank, world
 from ..core.files import replace_folder, saving, seal, sync
+from ..core.progress import announce
 from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
@@ -29,11 +30,11 @@ from ..losses.contrastive import sizes_of
 from ..losses.objectives import Objectives, make_objectives
 from ..losses.simcse import set_attention_dropout
 from ..models.attention import choose_attention, is_causal, on_gpu, wants_autocast
-from ..models.backbone import (add_lora, check_causal, compile_layers, load_backbone, merge_adapters,
-                                       tensors_only)
+from ..models.backbone import (add_lora, check_causal, compile_layers, is_checkpointed, load_backbone,
+                                       merge_adapters, tensors_only)
 from ..models.embedder import LayoutSettings, training_formatter
 from ..models.pooling import needs_last_only
-from ..models.resolve import start_of, stored_facts
+from ..models.resolve import is_here, start_of, stored_facts
 from ..runs.checkpoints import (add_row, check_apart, check_data, checkpoints, drop_checkpoints, keep_rows,
                                         locked, newest_checkpoint, number_of)
 from ..runs.fault_tolerance import BUDGET, Stopping, check_finite, halving, kept_budget, listening
@@ -42,6 +43,7 @@ from .callbacks import Progress, Snapshots, curves
 from .defaults import begun_with, decide, settings_in
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
+from .probe import Forecast, forecast, kept_forecast, shorter_commands
 from .sharding import (check_same_weights, is_share, load_optimizer, shard, whole_optimizer,
                                          whole_state)
 from .steps import BatchRules, ContrastiveStep, ReconstructionRules, ReconstructionStep, Steps
@@ -154,6 +156,7 @@ class Inputs(Resolved):
     "A resolved recipe and all that its run reads, checked; ValueError or FileNotFoundError names place and fix."
     def __init__(self, recipe: Training):
         check_launch(recipe)
+        self.recipe = recipe
         check_apart(type(recipe).__name__.lower(), dict(out=recipe.out, data=recipe.data, model=recipe.model,
                                                         guide=getattr(recipe, "guide", "")))
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
@@ -174,6 +177,7 @@ class Inputs(Resolved):
 
 def check_inputs(recipe: Training) -> Inputs:
     "Find whatever is wrong with a recipe or its data before anything is written."
+    announce(f"reading pairs from {recipe.data}")
     return Inputs(recipe)
 
 # %% ../../nbs/training/08_trainer.ipynb #7c24b44c
@@ -360,7 +364,7 @@ def make_step(inputs: Inputs, plan, out: Path):
     "The step, with the planned budget of tokens or what an earlier start that ran out of memory left."
     budget = of_first_rank(kept_budget(out, plan.micro_tokens))
     fewer = f"; {budget} tokens after memory ran out"*(budget < plan.micro_tokens)
-    if world()[0] == 0: print(plan.why + fewer, flush=True)
+    if world()[0] == 0: print(plan.why.partition("; ")[0] + fewer, flush=True)
     kind = ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep
     return kind(inputs.rules, inputs.formatter, budget)
 
@@ -425,8 +429,38 @@ class AnchorTrainer(WholeCheckpoints):
             add_row(Path(self.args.output_dir)/"speed.jsonl", dict(step=row["step"], seconds=self.seconds,
                                                                    tokens=row["tokens"]))
 
+# %% ../../nbs/training/08_trainer.ipynb #08f0ca02
+def foresee(inputs: Inputs, module, steps: Steps, device, processes: int = 1) -> Forecast:
+    "Probe this machine before the first step; every rank takes part."
+    autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=wants_autocast(inputs.precision))
+    return forecast(module, steps, inputs.config, setup_of(inputs, processes), device, inputs.recipe.global_batch,
+                    steps.step.budget, is_checkpointed(module), autocast, inputs.module.compile)
+
+def forecast_lines(recipe: Training) -> list: # of lines
+    "What a run would say before its first step, where data and model are at hand; trains nothing, writes nothing."
+    if not recipe.data: return ["no forecast: data is empty"]
+    try:
+        find_sources(recipe.data)
+        if not is_here(recipe.model): return [f"no forecast: {recipe.model} is not on this machine yet"]
+        inputs = check_inputs(recipe)
+    except (OSError, ValueError) as error: return [f"no forecast: {str(error).splitlines()[0]}"]
+    if inputs.precision == "auto": inputs.precision = auto_precision(inputs.config)[0]
+    device, asked = torch.device("cuda" if on_gpu() else "cpu"), inputs.recipe
+    plan = planned(asked, inputs, str(device))
+    step = (ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep)(inputs.rules, inputs.formatter,
+                                                                                 plan.micro_tokens)
+    announce(f"loading {inputs.name}")
+    module = build_model(inputs, None, plan.gradient_checkpointing).to(device)
+    found = foresee(inputs, module, Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, asked.steps),
+                    device)
+    gpus = (asked.processes or torch.cuda.device_count()) if on_gpu() else 1 # processes on a CPU share its cores
+    found = replace(found, step_seconds=found.step_seconds/gpus)
+    return [str(found), *shorter_commands(recipe, asked, found)]
+
 # %% ../../nbs/training/08_trainer.ipynb #1b59b9b9
-def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None, name: str): # name: of the progress bar
+def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None,
+                name: str, # of the progress bar
+               ) -> float: # seconds
     "Train from the beginning or from a checkpoint, with a progress bar."
     out, first = Path(trainer.args.output_dir), trainer.train_dataset.first
     if trainer.is_world_process_zero():
@@ -436,8 +470,10 @@ def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None, name: str): # n
     trainer.accelerator.wait_for_everyone()
     trainer.add_callback(bar := Progress(lambda: trainer, name))
     trainer.add_callback(stopping := Stopping(trainer.is_world_process_zero()))
+    begun = time.perf_counter()
     with closing(bar), listening(stopping), tensors_only(checkpoint) if checkpoint else nullcontext():
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return time.perf_counter() - begun
 
 # %% ../../nbs/training/08_trainer.ipynb #6fa8f7c4
 def write_model(module, inputs: Inputs, save, folder: Path):
@@ -450,14 +486,17 @@ def write_model(module, inputs: Inputs, save, folder: Path):
     plain.lm = merge_adapters(plain.lm)
     save(plain, folder)
 
-def finish(trainer: AnchorTrainer, inputs: Inputs, save) -> dict: # facts for the manifest
+def finish(trainer: AnchorTrainer, inputs: Inputs, save,
+           expected: dict, # the forecast as `kept_forecast` gives it
+          ) -> dict:       # facts for the manifest
     "Write the finished model, with adapters merged, and remove the checkpoints it makes useless."
     trainer.accelerator.wait_for_everyone()
     out, module = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model_wrapped)
     check_same_weights(module)
     facts = dict(data=inputs.data, steps=trainer.state.global_step, precision=inputs.precision, processes=world()[1],
                  parameters=sum(p.numel() for p in module.parameters()),
-                 trainable=sum(p.numel() for p in module.parameters() if p.requires_grad), last=trainer.facts)
+                 trainable=sum(p.numel() for p in module.parameters() if p.requires_grad), last=trainer.facts,
+                 forecast=expected)
     with saving(out/".model", "the finished model", clean=trainer.is_world_process_zero()):
         write_model(module, inputs, save, out/".model")
         if trainer.is_world_process_zero():
@@ -473,7 +512,7 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save) -> dict: # facts for th
 def train(recipe: Training # `Stage1` or `Stage2`
          ) -> dict:        # facts for the manifest
     "Run a training stage to its end; the finished model is in `<out>/model`."
-    out = Path(recipe.out)
+    out, asked = Path(recipe.out), recipe
     if recipe.precision == "auto": recipe = replace(recipe, precision=begun_with(recipe).get("precision", "auto"))
     inputs = Inputs(recipe)
     recipe = inputs.recipe
@@ -492,6 +531,9 @@ def train(recipe: Training # `Stage1` or `Stage2`
     with locked(out) if first else nullcontext():
         save = saver(inputs.formatter, record)
         checkpoint = of_first_rank(newest_checkpoint(out) if first else None)
+        announce(f"loading {inputs.name}")
         trainer = AnchorTrainer(recipe, inputs, args, save, checkpoint)
-        run_trainer(trainer, checkpoint, inputs.stage.capitalize())
-        return finish(trainer, inputs, save)
+        found = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
+        if first: print(found, *shorter_commands(asked, recipe, found), sep="\n", flush=True)
+        seconds = run_trainer(trainer, checkpoint, inputs.stage.capitalize())
+        return finish(trainer, inputs, save, kept_forecast(found, seconds))
