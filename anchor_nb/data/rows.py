@@ -349,7 +349,20 @@ def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the col
 
 # %% ../../nbs/data/01_rows.ipynb #934adf95
 def load_pairs(data: str, cache_dir=None) -> dict: # dataset name -> datasets.Dataset
-    "All datasets of a folder, file or dataset id; warns of missing E5 files."
+    """All datasets of a folder, file or dataset id, checked row by row.
+
+    Args:
+        data: a folder with a file per dataset, a single file, or hf:owner/name for a dataset on the hub.
+        cache_dir: where tables are kept between calls. None: beside the cache of `datasets`.
+
+    Returns:
+        Dataset name -> `datasets.Dataset` with the columns query, positives, negatives, instruction,
+        document_instruction, positive_scores and negative_scores.
+
+    Raises:
+        ValueError: the first faulty row, with file, line and field.
+        FileNotFoundError: nothing there that holds rows.
+    """
     sources = find_sources(data)
     if missing := missing_files(sources):
         warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are missing, and training does without "

@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 from nbformat import NotebookNode, v4
 
-from exported import api, directives, folded, module_of, names, names_page, read, symbols
+from exported import api, directives, folded, internal_classes, module_of, names, names_page, read, symbols
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = HERE.parent
@@ -50,7 +50,9 @@ def page_of(notebook):
 
 def all_notebooks():
     "Notebook -> page, wing by wing; two notebooks must not share one."
-    hidden = lambda path: any(part.startswith((".", "_")) for part in path.relative_to(NOTEBOOKS).parts)
+    # what a reader's tutorials have run lies in a folder `runs` beside them
+    hidden = lambda path: any(part.startswith((".", "_")) or part == "runs" and depth
+                              for depth, part in enumerate(path.relative_to(NOTEBOOKS).parts))
     order = [*WINGS, *BEFORE, *AFTER]
     place = lambda path: (order.index(path.parent.name) if path.parent.name in order else -1, path)
     pages = {path: page_of(path) for path in sorted(NOTEBOOKS.rglob("*.ipynb"), key=place) if not hidden(path)}
@@ -142,6 +144,7 @@ def as_page(notebook, page, pages):
     "A notebook of nbformat 4 with front matter, prose, code, outputs, and what exported cells offer."
     title, subtitle, rest = heading(notebook.cells[0].source)
     module, up, section = module_of(notebook), "../"*len(page.parent.parts), title
+    internal = internal_classes(notebook)
     cells = [cell("raw", "---\n" + yaml.safe_dump(dict(title=title, description=subtitle), allow_unicode=True) + "---")]
     if rest: cells.append(cell("markdown", linked(rest, page, pages)))
     for old in notebook.cells[1:]:
@@ -153,7 +156,7 @@ def as_page(notebook, page, pages):
         asked, code = directives(old.source)
         if {"hide", "default_exp"} & set(asked) or DRAWN in code: continue
         if {"export", "exporti"} & set(asked):
-            block = api(code, module) if "export" in asked else folded(code, module, "Internal")
+            block = api(code, module, internal) if "export" in asked else folded(code, module, "Internal")
             if block: cells.append(cell("markdown", block))
             continue
         outputs = [output_kept(output, up) for output in old.outputs]
