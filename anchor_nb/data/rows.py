@@ -11,7 +11,7 @@ import hashlib, json, os, re, shutil, sys, time, warnings
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
-from typing import NamedTuple, Iterator
+from typing import Any, Iterator, NamedTuple
 import numpy as np
 from ..core.files import RECORD, damage, seal
 
@@ -348,7 +348,7 @@ def load_source(source: str, cache_dir=None): # -> datasets.Dataset with the col
     return table
 
 # %% ../../nbs/data/01_rows.ipynb #934adf95
-def load_pairs(data: str, cache_dir=None) -> dict: # dataset name -> datasets.Dataset
+def load_pairs(data: str, cache_dir: str | Path | None = None) -> dict[str, Any]:
     """All datasets of a folder, file or dataset id, checked row by row.
 
     Args:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 import pyarrow.compute as pc
 import torch
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments
@@ -472,7 +473,7 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save) -> dict: # facts for th
     return facts
 
 # %% ../../nbs/training/08_trainer.ipynb #75634052
-def train(recipe: Training) -> dict:
+def train(recipe: Training) -> dict[str, Any]:
     """Run a training stage to its end, or resume it where it stopped.
 
     Args:

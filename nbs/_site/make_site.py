@@ -75,9 +75,16 @@ def sidebar(pages, papers):
     def rooms(folders):
         return [part for folder, (title, order) in folders.items() for part in section(title, ordered(folder, order))]
     wings = [part for wing, title in WINGS.items() for part in section(title, inside(wing, numbered=True).values())]
-    start = [{"text": "Home", "href": "index.ipynb"}, {"text": "API", "href": "names.md"}]
+    start = [{"text": "Home", "href": "index.ipynb"}, api_section(pages)]
     end = [{"text": title, "href": f"{name}.md"} for name, title in papers.items()]
     return [*start, *rooms(BEFORE), {"section": "Library", "contents": wings}, *rooms(AFTER), *end]
+
+
+def api_section(pages):
+    "The sidebar's way to what `from anchor_nb import ...` offers, and to everything else that is public."
+    of = {module_of(read(path)): page for path, page in pages.items()}
+    entries = [{"text": name, "href": f"/{of[home]}.html#{home}.{name}"} for name, home in first_names().items()]
+    return {"section": "API", "contents": [*entries, {"text": "All names", "href": "names.md"}]}
 
 
 # ---- a notebook as a page ----
@@ -328,7 +335,7 @@ def quarto(folder):
     project = project.replace("[tool.nbdev]", "[tool.nbdev]\ncustom_sidebar = true")
     (folder/"pyproject.toml").write_text(project, encoding="utf-8")
     # that page is ours alone
-    contents = [entry for entry in sidebar(all_notebooks(), {}) if entry.get("href") != "names.md"]
+    contents = [entry for entry in sidebar(all_notebooks(), {}) if entry.get("section") != "API"]
     (folder/"nbs/sidebar.yml").write_text(yaml.safe_dump({"website": {"sidebar": {"contents": contents}}},
                                                          sort_keys=False), encoding="utf-8")
     subprocess.run([Path(sys.executable).with_name("nbdev-docs")], cwd=folder, check=True)
