@@ -1,9 +1,21 @@
 "Text embedders from language models: reconstruction first, contrast second."
 __version__ = "0.1.0"
 
-_HOMES = dict(AnchorEmbedder="models.embedder", Index="inference.search", Stage1="core.recipe", Stage2="core.recipe",
-              train="training.trainer", launch="runs.launch", run_stage="experiments.stages", load_pairs="data.rows")
-__all__ = list(_HOMES)
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING: # editors and type checkers read these; a test holds them equal to _HOMES
+    from .core.recipe import Stage1, Stage2
+    from .data.rows import load_pairs
+    from .experiments.stages import run_stage
+    from .inference.search import Index
+    from .models.embedder import AnchorEmbedder
+    from .runs.launch import launch
+    from .training.trainer import train
+
+__all__ = ["AnchorEmbedder", "Index", "train", "Stage1", "Stage2", "load_pairs", "launch", "run_stage"]
+_HOMES = dict(AnchorEmbedder="models.embedder", Index="inference.search", train="training.trainer",
+              Stage1="core.recipe", Stage2="core.recipe", load_pairs="data.rows", launch="runs.launch",
+              run_stage="experiments.stages")
 
 
 def __getattr__(name): # loaded when first asked for, since most of them bring torch

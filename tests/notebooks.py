@@ -2,15 +2,18 @@
 
     python tests/notebooks.py [--save] [NOTEBOOK or FOLDER ...]      default: all of nbs/, but for `LONG`
 
-Every notebook of a module runs, and every other one in a folder without `.notest`. As many run at once as there are
+Every notebook of a module runs, and every other one in a folder without `.notest`. A tutorial runs on the CPU in a
+temporary folder, since it writes into `runs` below the folder that it runs in. As many run at once as there are
 cores, the longest first. Failures are shown with their trace, then the slowest ten; the exit status is 1 if any failed.
 `--save` keeps the outputs of those that passed, for a commit after `nbdev-clean`.
 """
 import os
 import re
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import warm
@@ -25,6 +28,14 @@ from nbdev.config import get_config
 from nbdev.test import test_nb
 config = get_config(sys.argv[1])
 flags = config.tst_flags.split() if isinstance(config.tst_flags, str) else config.tst_flags
+if len(sys.argv) > 2 and sys.argv[2] != "--save": # a tutorial, as a reader runs it, but elsewhere and without a GPU
+    import contextlib, datasets, logging, transformers, warnings
+    os.environ |= {"ACCELERATE_USE_CPU": "1", "ANCHOR_NB_PROGRESS": "off", "TQDM_DISABLE": "1"}
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    sys.modules["nbdev.test"].working_directory = lambda _: contextlib.chdir(sys.argv[2])
 passed, _ = test_nb(sys.argv[1], skip_flags=flags, basepath=config.config_path,
                     cell_timeout=config.cell_timeout or None, save="--save" in sys.argv)
 sys.exit(not passed)
@@ -38,6 +49,7 @@ LONG = {f"nbs/tutorials/{name}.ipynb" for name in ("ablations", "own_data", "sea
 def chosen(paths) -> list:
     "The notebooks to run."
     found = [book for path in paths for book in ([path] if path.is_file() else sorted(path.rglob("*.ipynb")))]
+    found = [book for book in found if "runs" not in book.relative_to(ROOT).parts[2:]] # not what a reader has run
     return [book for book in found if not any(part.startswith((".", "_")) for part in book.relative_to(ROOT).parts)
             and (re.match(r"\d+_", book.name) or not (book.parent/".notest").exists())]
 
@@ -48,11 +60,25 @@ def weight(book: Path) -> int:
                           book.read_text(encoding="utf-8")))
 
 
+@contextmanager
+def elsewhere(book: Path):
+    "Where a tutorial runs, as words of the command: a folder of its own, with the same neighbours. Others: nothing."
+    if book.parent.name != "tutorials":
+        yield []
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        for place in (ROOT/"nbs").iterdir(): (Path(name)/place.name).symlink_to(place)
+        (Path(name)/"tutorials").unlink()
+        (Path(name)/"tutorials").mkdir()
+        yield [str(Path(name)/"tutorials")]
+
+
 def run(book: Path) -> tuple:
     "The notebook, whether it passed, its seconds, and what it said."
     began = time.monotonic()
-    done = warm.run([sys.executable, "-c", RUN, str(book), *SAVE], cwd=ROOT/"nbs", stdin=warm.DEVNULL, stdout=warm.PIPE,
-                    stderr=warm.STDOUT, text=True)
+    with elsewhere(book) as folder:
+        done = warm.run([sys.executable, "-c", RUN, str(book), *folder, *SAVE], cwd=ROOT/"nbs", stdin=warm.DEVNULL,
+                        stdout=warm.PIPE, stderr=warm.STDOUT, text=True)
     seconds = time.monotonic() - began
     print(f"{'ok    ' if done.returncode == 0 else 'FAILED'} {seconds:6.1f} s  {book.relative_to(ROOT)}", flush=True)
     return book.relative_to(ROOT), done.returncode == 0, seconds, done.stdout

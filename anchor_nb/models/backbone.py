@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from ..core.files import check_whole
 from .packing import Packed, pack
+from ..core.progress import without_bars
 from .attention import (attention_inputs, choose_attention, is_causal, on_gpu, packed_sdpa,
                                         packed_varlen, register_attention, weight_dtype)
 from .last_layer import is_short, shorten_last_layer
@@ -91,13 +92,6 @@ def check_causal(folder: str):
     if not has_head(config):
         raise ValueError(f"{folder}: {', '.join(getattr(config, 'architectures', None) or []) or 'this model'} is no "
                          "causal language model with a head; stage I needs one, such as LlamaForCausalLM")
-
-# %% ../../nbs/models/03_backbone.ipynb #0b9d0c0c
-def quiet_bars():
-    "Turn off transformers' progress bars when there is no terminal."
-    import sys
-    from transformers.utils import logging
-    if not sys.stderr.isatty(): logging.disable_progress_bar()
 
 # %% ../../nbs/models/03_backbone.ipynb #16cccf3a
 def checkpoint_activations(model):
@@ -181,11 +175,10 @@ def load_backbone(folder: str,                 # folder or hub id
     "Load a language model for packed batches; ValueError if it lacks a head or weights, or its attention is wrong."
     if head: check_causal(folder)
     register_attention()
-    quiet_bars()
     if not on_gpu(): keep_freed_memory()
     kind = model_class(folder, head)
     chosen = choose_attention(attention, precision) if attention == "auto" else attention
-    with tensors_only(folder), takes_attention(folder):
+    with tensors_only(folder), takes_attention(folder), without_bars():
         model, report = kind.from_pretrained(folder, dtype=weight_dtype(precision), attn_implementation=chosen,
                                              output_loading_info=True)
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))

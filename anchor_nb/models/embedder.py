@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterable, Literal, TypedDict, Unpack
+from typing import Any, Iterable, Literal, Required, Self, TypedDict, Unpack, overload
 import numpy as np
 import torch
 from torch.nn import functional as F
-from ..core.progress import progress
+from ..core.progress import progress, without_bars
 from ..data.prompts import Formatter, Layout, fit_layout, load_formatter, recipe_layout, save_layout
 from .packing import cut_by_tokens
 from .attention import is_causal, on_gpu
@@ -103,10 +103,51 @@ def training_formatter(folder: str, # as `resolve_model` gives it
     usual = wanted.instruction_format == Layout.instruction_format and stored.instruction_format != WHOLE_BEGINNING
     return Formatter(tokenizer, replace(layout, instruction_format=stored.instruction_format) if usual else layout)
 
-# %% ../../nbs/models/08_embedder.ipynb #d0f898b4
-class Saved:
-    "What an embedder offers besides encoding, under the names of sentence-transformers."
+# %% ../../nbs/models/08_embedder.ipynb #d0f898b3
+def both_rows(a, b) -> tuple: # (a, b), as `as_rows` gives them
+    "Two sets of vectors that can be compared; ValueError for any other."
+    a, b = as_rows(a), as_rows(b)
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"vectors of {a.shape[1]} and of {b.shape[1]} numbers have no cosine; encode both with one "
+                         "model and one truncate_dim")
+    return a, b
+
+# %% ../../nbs/models/08_embedder.ipynb #d0f898b5
+class Comparing:
+    "How vectors are compared."
     similarity_fn_name = "cosine"
+
+    def similarity(self, a, b) -> torch.Tensor:
+        """Cosines of all pairs of vectors.
+
+        Args:
+            a: vectors, as `encode` gives them: an array, a tensor, a list of vectors, or one vector.
+            b: vectors of the same dimension.
+
+        Returns:
+            fp32 [rows of a, rows of b], from -1 to 1. ValueError for texts, and for vectors of different dimensions.
+        """
+        a, b = both_rows(a, b)
+        return a @ b.T
+
+    def similarity_pairwise(self, a, b) -> torch.Tensor:
+        """Cosines of corresponding rows.
+
+        Args:
+            a: vectors, as for `similarity`.
+            b: as many vectors, or one to compare with all.
+
+        Returns:
+            fp32 [rows]. ValueError for texts, for vectors of different dimensions, and for different numbers of rows.
+        """
+        a, b = both_rows(a, b)
+        if len(a) != len(b) and 1 not in (len(a), len(b)):
+            raise ValueError(f"{len(a)} vectors and {len(b)} are no pairs; give as many of each, or take similarity")
+        return (a*b).sum(-1)
+
+# %% ../../nbs/models/08_embedder.ipynb #d0f898b4
+class Saved(Comparing):
+    "What an embedder offers besides encoding, under the names of sentence-transformers."
 
     def get_embedding_dimension(self) -> int:
         "The dimension of a vector."
@@ -130,90 +171,180 @@ class Saved:
         for part in (self, *getattr(self, "parts", ())):
             part.formatter = Formatter(part.tokenizer, replace(part.formatter.layout, max_length=length))
 
-    def similarity(self, a, b) -> torch.Tensor: # [a, b]
-        "Cosines of all pairs of vectors: arrays, tensors, lists of vectors, or one vector."
-        a, b = as_rows(a), as_rows(b)
-        if a.shape[1] != b.shape[1]:
-            raise ValueError(f"vectors of {a.shape[1]} and of {b.shape[1]} numbers have no cosine; encode both with "
-                             "one model and one truncate_dim")
-        return a @ b.T
-
-    def similarity_pairwise(self, a, b) -> torch.Tensor: # [rows]
-        "Cosines of corresponding rows."
-        return (as_rows(a)*as_rows(b)).sum(-1)
-
     def save_pretrained(self, folder: str | Path):
-        "Write a model folder that `from_pretrained` and transformers read: weights, tokenizer and layout."
-        self.lm.save_pretrained(folder)
+        """Write a model folder that `from_pretrained` and transformers read: weights, tokenizer and layout.
+
+        Args:
+            folder: where to; it is made if needed. sentence-transformers reads what `anchor-nb export` writes.
+        """
+        with without_bars(): self.lm.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         facts = dict(prompts=self.prompts, normalize=self.normalize, bidirectional=not is_causal(self.lm.config))
         usual = dict(prompts={}, normalize=True, bidirectional=False)
         save_layout(folder, self.formatter.layout, pooling=self.pooling, **{name: fact for name, fact in facts.items()
                                                                             if fact != usual[name]})
 
+    def to(self, device: str | torch.device) -> "AnchorEmbedder":
+        """A copy on a device, with its own tokenizer.
+
+        Args:
+            device: such as "cpu" or "cuda:1". ValueError where there is none.
+        """
+        return to_device(self, device)
+
+    def on(self, devices: str | list[str]) -> "Replicas":
+        """This embedder on several devices at once, for many calls; `encode(..., device=[...])` does it for one.
+
+        Args:
+            devices: such as ["cuda:0", "cuda:1"], or one name. Each holds a copy and takes a share of the texts.
+        """
+        return Replicas(getattr(self, "parts", [self])[0], devices)
+
 # %% ../../nbs/models/08_embedder.ipynb #32f577db
-class Options(TypedDict, total=False):
-    "The options that `encode_query` and `encode_document` pass on, documented in `TextEncoder.encode`."
+Role = Literal["", "query", "document"]
+
+class Shared(TypedDict, total=False):
+    "The options that decide nothing about the type of the result."
     prompt_name: str | None
     prompt: str | None
     batch_size: int | None
     show_progress_bar: bool | None
     precision: Precision
-    convert_to_numpy: bool
-    convert_to_tensor: bool
     device: str | list[str] | None
     normalize_embeddings: bool | None
     truncate_dim: int | None
 
+class Options(Shared, total=False):
+    "The options that `encode_query` and `encode_document` pass on, documented in `AnchorEmbedder.encode`."
+    convert_to_numpy: bool
+    convert_to_tensor: bool
+
+class AsArray(Shared, total=False):
+    "Options for an array."
+    convert_to_numpy: Literal[True]
+    convert_to_tensor: Literal[False]
+
+class AsTensor(Shared, total=False):
+    "Options for one tensor."
+    convert_to_numpy: bool
+    convert_to_tensor: Required[Literal[True]]
+
 # %% ../../nbs/models/08_embedder.ipynb #27d28245
+def encoded(embedder, texts, instruction, role: Role, prompt_name=None, prompt=None, batch_size=None,
+            show_progress_bar=None, precision: Precision = "float32", convert_to_numpy=True,
+            convert_to_tensor=False, device=None, normalize_embeddings=None, truncate_dim=None) -> Any:
+    "What `TextEncoder.encode` returns for its arguments."
+    texts = unboxed(texts)
+    many, before = as_texts(texts), beginning(embedder.prompts, instruction, prompt_name, prompt, role)
+    if not isinstance(before, str) and len(before) != len(many):
+        raise ValueError(f"{len(before)} instructions for {len(many)} texts; give one for all, or one for each")
+    truncate_dim = whole_number("truncate_dim", truncate_dim or 0)
+    if batch_size is not None: batch_size = whole_number("batch_size", batch_size)
+    if not 0 <= truncate_dim <= embedder.dimension:
+        raise ValueError(f"truncate_dim={truncate_dim}; the model's vectors have {embedder.dimension} numbers")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; give 1 or more, or None")
+    in_precision(np.empty((0, 8), np.float32), precision) # fail early on a wrong name
+    normalize = embedder.normalize if normalize_embeddings is None else normalize_embeddings
+    encoder = embedder if device is None else embedder.on(device)
+    vectors = in_precision(encoder.vectors(many, before, truncate_dim or embedder.dimension, normalize, batch_size,
+                                         bool(show_progress_bar)), precision)
+    if not convert_to_numpy or convert_to_tensor: vectors = torch.from_numpy(vectors)
+    if convert_to_tensor: vectors = vectors.to(embedder.device)
+    elif not convert_to_numpy: vectors = list(vectors)
+    return vectors[0] if isinstance(texts, str) else vectors
+
+# %% ../../nbs/models/08_embedder.ipynb #27d28246
 class TextEncoder(Saved):
     "Texts to vectors, with the options of sentence-transformers."
-    def encode(self, texts: str | Iterable[str], # one text or several
-               # of the task, as in training: one for all texts, or one for each; or the name of a prompt
-               instruction: str | list[str] = "",
-               *, prompt_name: str | None = None, # of one of `prompts`, used as a literal prefix of each text
-               prompt: str | None = None,        # literal prefix of each text
-               batch_size: int | None = None,    # maximum texts per packed batch; None: as many as `micro_tokens` holds
-               show_progress_bar: bool | None = None, # None: no
-               precision: Precision = "float32", # of the result, as in sentence-transformers
-               convert_to_numpy: bool = True,    # False: a list of tensors
-               convert_to_tensor: bool = False,  # one tensor on the embedder's device; overrides `convert_to_numpy`
-               # where to compute, with a copy of the model for this call; a list splits the texts among devices
-               device: str | list[str] | None = None,
-               # scale to norm 1; None: as the checkpoint says, which is yes for ours
-               normalize_embeddings: bool | None = None,
-               truncate_dim: int | None = None,  # dimensions kept; None or 0: all
-               role: Literal["", "query", "document"] = "", # whose prompt precedes texts without an instruction
-              ) -> np.ndarray | torch.Tensor | list: # [texts, dimension or truncate_dim]; one row for one text
-        "Embed one text or several, in order; ValueError names an input that is not a string, or an invalid option."
-        texts = unboxed(texts)
-        many, before = as_texts(texts), beginning(self.prompts, instruction, prompt_name, prompt, role)
-        if not isinstance(before, str) and len(before) != len(many):
-            raise ValueError(f"{len(before)} instructions for {len(many)} texts; give one for all, or one for each")
-        truncate_dim = whole_number("truncate_dim", truncate_dim or 0)
-        if batch_size is not None: batch_size = whole_number("batch_size", batch_size)
-        if not 0 <= truncate_dim <= self.dimension:
-            raise ValueError(f"truncate_dim={truncate_dim}; the model's vectors have {self.dimension} numbers")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}; give 1 or more, or None")
-        in_precision(np.empty((0, 8), np.float32), precision) # fail early on a wrong name
-        normalize = self.normalize if normalize_embeddings is None else normalize_embeddings
-        encoder = self if device is None else self.on(device)
-        vectors = in_precision(encoder.vectors(many, before, truncate_dim or self.dimension, normalize, batch_size,
-                                             bool(show_progress_bar)), precision)
-        if not convert_to_numpy or convert_to_tensor: vectors = torch.from_numpy(vectors)
-        if convert_to_tensor: vectors = vectors.to(self.device)
-        elif not convert_to_numpy: vectors = list(vectors)
-        return vectors[0] if isinstance(texts, str) else vectors
+    @overload
+    def encode(self, texts: str | Iterable[str], instruction: str | list[str] = "", *, role: Role = "",
+               **options: Unpack[AsArray]) -> np.ndarray: ...
+    @overload
+    def encode(self, texts: str | Iterable[str], instruction: str | list[str] = "", *, role: Role = "",
+               **options: Unpack[AsTensor]) -> torch.Tensor: ...
+    @overload
+    def encode(self, texts: str | Iterable[str], instruction: str | list[str] = "", *, role: Role = "",
+               **options: Unpack[Options]) -> Any: ...
+    def encode(self, texts: str | Iterable[str], instruction: str | list[str] = "", *, prompt_name: str | None = None,
+               prompt: str | None = None, batch_size: int | None = None, show_progress_bar: bool | None = None,
+               precision: Precision = "float32", convert_to_numpy: bool = True, convert_to_tensor: bool = False,
+               device: str | list[str] | None = None, normalize_embeddings: bool | None = None,
+               truncate_dim: int | None = None, role: Role = "") -> np.ndarray | torch.Tensor | list:
+        """Embed one text or several, in order, with the names and defaults of sentence-transformers.
 
+        Args:
+            texts: one text, or several in a list, an array, a column of a table, or any other iterable.
+            instruction: of the task, laid out as in training: one for all texts, or a list with one for each; or the
+                name of one of `prompts`. Empty: none.
+            prompt_name: name of one of `prompts`, the prefixes that a checkpoint brings along.
+            prompt: the prefix itself, put before each text literally. Give at most one of these three.
+            batch_size: maximum texts in a packed batch. None: as many as `micro_tokens` tokens hold.
+            show_progress_bar: whether to draw one. None: no.
+            precision: of the numbers, as in sentence-transformers: float32, int8, uint8, or binary and ubinary, which
+                keep a bit of each.
+            convert_to_numpy: False for a list of tensors, as `convert_to_tensor` is False too.
+            convert_to_tensor: True for one tensor on the embedder's device.
+            device: where to compute, such as "cuda:1", with a copy of the model for this call; a list, such as
+                ["cuda:0", "cuda:1"], splits the texts among them. None: where the model is. `on` makes copies to keep.
+            normalize_embeddings: scale to norm 1. None: as the checkpoint says, which is yes for ours.
+            truncate_dim: dimensions kept; the vector is cut before it is normalised. None or 0: all.
+            role: "query" or "document", for the checkpoint's prompt where there is no instruction. Empty: no prompt.
+
+        Returns:
+            An array, fp32 [texts, dimension or truncate_dim]: one row for one text, none for an empty list.
+
+        Raises:
+            ValueError: a text that is no string, a prompt that does not exist, a device that is not there, or an option
+                that cannot be; before any work is done.
+        """
+        return encoded(self, texts, instruction, role, prompt_name, prompt, batch_size, show_progress_bar, precision,
+                       convert_to_numpy, convert_to_tensor, device, normalize_embeddings, truncate_dim)
+
+# %% ../../nbs/models/08_embedder.ipynb #27d28247
+class RoleEncoder(TextEncoder):
+    "Queries and documents to vectors."
+    @overload
+    def encode_query(self, texts: str | Iterable[str], instruction: str | list[str] = "",
+                     **options: Unpack[AsArray]) -> np.ndarray: ...
+    @overload
+    def encode_query(self, texts: str | Iterable[str], instruction: str | list[str] = "",
+                     **options: Unpack[AsTensor]) -> torch.Tensor: ...
+    @overload
+    def encode_query(self, texts: str | Iterable[str], instruction: str | list[str] = "",
+                     **options: Unpack[Options]) -> Any: ...
     def encode_query(self, texts: str | Iterable[str], instruction: str | list[str] = "",
                      **options: Unpack[Options]) -> np.ndarray | torch.Tensor | list:
-        "`encode` queries, with their task's instruction, else the checkpoint's query prompt."
+        """`encode` queries.
+
+        Args:
+            texts: one query, or several.
+            instruction: of the task, such as "Given a question, retrieve passages that answer it"; one for all, or a
+                list. Empty: the checkpoint's query prompt, if it has one.
+            options: prompt_name, prompt, batch_size, show_progress_bar, precision, convert_to_numpy, convert_to_tensor,
+                device, normalize_embeddings and truncate_dim, as for `encode`.
+
+        Returns:
+            As `encode`.
+        """
         return self.encode(texts, instruction, role="query", **options)
 
-    def encode_document(self, texts: str | Iterable[str],
-                        **options: Unpack[Options]) -> np.ndarray | torch.Tensor | list:
-        "`encode` documents as they are, or with the checkpoint's document prompt."
+    @overload
+    def encode_document(self, texts: str | Iterable[str], **options: Unpack[AsArray]) -> np.ndarray: ...
+    @overload
+    def encode_document(self, texts: str | Iterable[str], **options: Unpack[AsTensor]) -> torch.Tensor: ...
+    @overload
+    def encode_document(self, texts: str | Iterable[str], **options: Unpack[Options]) -> Any: ...
+    def encode_document(self, texts: str | Iterable[str], **options: Unpack[Options]) -> np.ndarray | torch.Tensor | list:
+        """`encode` documents, which get no instruction, but the checkpoint's document prompt if it has one.
+
+        Args:
+            texts: one document, or several.
+            options: as for `encode_query`.
+
+        Returns:
+            As `encode`.
+        """
         return self.encode(texts, role="document", **options)
 
 # %% ../../nbs/models/08_embedder.ipynb #801af192
@@ -224,16 +355,82 @@ def on_disk(sources: tuple) -> list: # the system's metadata of each file
     return [(str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for file in files
             for status in [file.stat()]]
 
+# %% ../../nbs/models/08_embedder.ipynb #e76c6881
+Pooling = Literal["", "eos", "mean", "weighted_mean", "first", "last", "content_mean", "content_weighted_mean",
+                  "rest_mean", "rest_weighted_mean", "echo_last", "echo_mean", "echo", "tokens"]
+Kind = Literal["", "anchor_nb", "llm2vec", "gritlm", "gritlm-re", "sentence-transformers", "plain"]
+Attention = Literal["auto", "packed_sdpa", "packed_varlen", "flash_attention_2", "flash_attention_3",
+                    "flash_attention_4"]
+
+def usable_device(device: str | torch.device) -> torch.device:
+    "A device of this machine; ValueError for any other."
+    try: return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error: # torch has no type of its own for it
+        there = torch.cuda.device_count()
+        gpus = "torch finds no GPU here" if not there else f"torch finds {there} GPU{'s'*(there > 1)} here"
+        raise ValueError(f"device={str(device)!r} cannot be used, since {gpus}; give device='cpu', or leave device out "
+                         f"to take what is there ({str(error).strip().splitlines()[0]})") from None
+
+# %% ../../nbs/models/08_embedder.ipynb #e76c6883
+class Pretrained(RoleEncoder):
+    "An embedder that is loaded by name."
+    @classmethod
+    def from_pretrained(cls, path: str | Path, pooling: Pooling = "", max_length: int = 0,
+                        attention: Attention = "auto", precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto",
+                        device: str | torch.device = "", micro_tokens: int = 0, bidirectional: bool | None = None,
+                        kind: Kind = "", adapter: str = "") -> Self:
+        """Load the model of a stage, a snapshot, another library or the hub.
+
+        Args:
+            path: run folder, model folder, adapter folder, hub id or short name, such as "runs/stage2" or "minilm".
+            pooling: what represents a text, one of `pooling.POOLINGS`. Empty: what the checkpoint says, else eos.
+            max_length: maximum tokens of a text with its template; the rest is cut. 0: what the checkpoint says, else
+                512.
+            attention: implementation. auto: the fastest that the device has.
+            precision: of the weights. auto: bf16 on a GPU, fp32 on a CPU.
+            device: such as "cpu" or "cuda:1". Empty: the GPU if there is one.
+            micro_tokens: tokens in a packed batch, which bounds memory. 0: 16384 on a GPU, 1024 on a CPU.
+            bidirectional: attention over the whole text. None: what the checkpoint says.
+            kind: the library that wrote the folder. Empty: detected from its files.
+            adapter: another adapter on top, as in LLM2Vec (supervised on MNTP).
+
+        Raises:
+            FileNotFoundError: no such folder, or a run without a finished model.
+            ValueError: a device that is not there, or a setting that cannot be.
+        """
+        place = usable_device(device or ("cuda" if on_gpu() else "cpu"))
+        sources, tokenizer, use = use_of(str(path), pooling, max_length, bidirectional, kind, adapter)
+        gpu = place.type == "cuda"
+        dtype = {"auto": "pure_bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32",
+                 "bf16": "pure_bf16"}.get(precision, precision)
+        # a GPU that is present but not requested must not decide
+        chosen = "packed_sdpa" if attention == "auto" and not gpu else attention
+        vocabulary = len(tokenizer) if use["layout"].pooling_tokens else 0
+        lm = load_weights(sources[-1], attention=chosen, precision=dtype, head=False,
+                          bidirectional=use["bidirectional"], vocabulary=vocabulary)
+        if adapter: lm = attach_adapter(lm, sources[0])
+        embedder = cls(lm.to(place), Formatter(tokenizer, use["layout"]), use["pooling"], micro_tokens, use["prompts"],
+                       use["normalize"], sources)
+        embedder.name = f"{path} + {adapter}" if adapter else str(path)
+        return embedder
+
 # %% ../../nbs/models/08_embedder.ipynb #e76c6889
-class AnchorEmbedder(TextEncoder):
-    "Texts to normalised vectors: `AnchorEmbedder.from_pretrained(path).encode(texts)`."
-    def __init__(self, lm,                     # a causal language model from `load_backbone`
-                 formatter: Formatter,         # how texts are laid out
-                 pooling: str = "eos",         # paper: the state at [EOS]; or another of `pooling.POOLINGS`
-                 micro_tokens: int = 0,        # tokens of one packed batch; 0: 16384 on a GPU, 1024 on a CPU
-                 prompts: dict | None = None,  # name -> prefix of a text, for checkpoints that have prompts
-                 normalize: bool = True,       # scale vectors to norm 1
-                 sources: tuple = ()):         # the folders or hub ids it was loaded from
+class AnchorEmbedder(Pretrained):
+    """Texts to normalised vectors: `AnchorEmbedder.from_pretrained(path).encode(texts)`.
+
+    Args:
+        lm: a causal language model from `load_backbone`.
+        formatter: how texts are laid out.
+        pooling: what represents a text; paper: eos, the state at [EOS]. `pooling.POOLINGS` has them all.
+        micro_tokens: tokens in a packed batch; 0: 16384 on a GPU, 1024 on a CPU.
+        prompts: name -> prefix of a text, for checkpoints that have prompts.
+        normalize: scale vectors to norm 1.
+        sources: the folders or hub ids it was loaded from.
+    """
+    name = "" # what `from_pretrained` was given
+
+    def __init__(self, lm, formatter: Formatter, pooling: Pooling = "eos", micro_tokens: int = 0,
+                 prompts: dict | None = None, normalize: bool = True, sources: Iterable[str] = ()):
         pooling_by_name(pooling)
         layout = fit_layout(formatter.layout, pooling)
         if pooling == "tokens" and not layout.pooling_tokens:
@@ -247,38 +444,12 @@ class AnchorEmbedder(TextEncoder):
             raise ValueError(f"micro_tokens={micro_tokens}; give the tokens of one packed batch, or 0")
         self.micro_tokens = micro_tokens or (16384 if self.device.type == "cuda" else 1024)
 
-    @classmethod
-    def from_pretrained(cls, path: str,         # run folder, model folder, adapter folder, hub id or short name
-                        pooling: str = "",      # empty: what the checkpoint says, else eos
-                        max_length: int = 0,    # 0: what the checkpoint says, else 512
-                        attention: str = "auto",
-                        precision: str = "auto", # auto: bf16 on a GPU, fp32 on a CPU; or fp32, bf16, fp64
-                        device: str = "", micro_tokens: int = 0,
-                        bidirectional: bool | None = None, # None: what the checkpoint says
-                        kind: str = "",         # one of `loading.KINDS`; empty: detected from the files
-                        adapter: str = "",      # another adapter on top, as in LLM2Vec (supervised on MNTP)
-                       ) -> "AnchorEmbedder":
-        "Load the model of a stage, a snapshot, another library or the hub."
-        sources, tokenizer, use = use_of(path, pooling, max_length, bidirectional, kind, adapter)
-        gpu = on_gpu() if not device else "cuda" in device
-        precision = {"auto": "pure_bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32",
-                     "bf16": "pure_bf16"}.get(precision, precision)
-        # a GPU that is present but not requested must not decide
-        if attention == "auto" and not gpu: attention = "packed_sdpa"
-        vocabulary = len(tokenizer) if use["layout"].pooling_tokens else 0
-        lm = load_weights(sources[-1], attention=attention, precision=precision, head=False,
-                          bidirectional=use["bidirectional"], vocabulary=vocabulary)
-        if adapter: lm = attach_adapter(lm, sources[0])
-        lm, formatter = lm.to(device or ("cuda" if gpu else "cpu")), Formatter(tokenizer, use["layout"])
-        return cls(lm, formatter, use["pooling"], micro_tokens, use["prompts"], use["normalize"], sources)
-
-    def to(self, device: str) -> "AnchorEmbedder":
-        "A copy on a device, with its own tokenizer."
-        return to_device(self, device)
-
-    def on(self, devices: str | list[str]) -> "Replicas":
-        "This embedder on several devices at once; create it once for many calls."
-        return Replicas(getattr(self, "parts", [self])[0], devices)
+    def __repr__(self):
+        name = self.name or next(iter(self.sources), type(self.lm).__name__)
+        devices = ", ".join(str(part.device) for part in getattr(self, "parts", [self]))
+        return (f"{type(self).__name__}({name!r}, dimension={self.dimension}, max_length={self.max_seq_length}, "
+                f"pooling={self.pooling!r}, device={devices!r}, "
+                f"dtype={str(self.lm.dtype).removeprefix('torch.')!r})")
 
 # %% ../../nbs/models/08_embedder.ipynb #e93a64d5
 def encode_packed(embedder: AnchorEmbedder, texts: list, # of `Tokens`
@@ -336,11 +507,14 @@ AnchorEmbedder.vectors = encode_texts
 # %% ../../nbs/models/08_embedder.ipynb #a6347a2a
 def to_device(embedder: AnchorEmbedder, device: str) -> AnchorEmbedder:
     "A copy of the embedder on a device, with its own tokenizer."
+    place = usable_device(device)
     formatter = Formatter(copy.deepcopy(embedder.formatter.tokenizer), embedder.formatter.layout)
-    lm = copy.deepcopy(embedder.lm).to(device)
-    if torch.device(device).type != "cuda": lm.set_attn_implementation("packed_sdpa")
-    return AnchorEmbedder(lm, formatter, embedder.pooling, embedder.micro_tokens, embedder.prompts, embedder.normalize,
-                          embedder.sources)
+    lm = copy.deepcopy(embedder.lm).to(place)
+    if place.type != "cuda": lm.set_attn_implementation("packed_sdpa")
+    moved = AnchorEmbedder(lm, formatter, embedder.pooling, embedder.micro_tokens, embedder.prompts,
+                           embedder.normalize, embedder.sources)
+    moved.name = embedder.name
+    return moved
 
 # %% ../../nbs/models/08_embedder.ipynb #3e8ff3bd
 class Replicas(AnchorEmbedder):
@@ -350,7 +524,7 @@ class Replicas(AnchorEmbedder):
         if not devices:
             raise ValueError("device is an empty list; name a device, or leave it out")
         def here(device):
-            place = torch.device(device)
+            place = usable_device(device)
             return place.type == embedder.device.type and place.index in (None, embedder.device.index)
         self.__dict__.update(embedder.__dict__)
         self.parts = [embedder if n == 0 and here(device) else embedder.to(device) for n, device in enumerate(devices)]

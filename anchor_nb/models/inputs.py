@@ -87,7 +87,8 @@ def as_texts(texts) -> list: # of strings
         raise ValueError(f"texts is {type(texts).__name__}; give a string or a list of strings")
     texts = list(texts)
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str)]:
-        raise ValueError(f"text {bad[0]} is {type(texts[bad[0]]).__name__}, not a string")
+        raise ValueError(f"text {bad[0]} is {type(texts[bad[0]]).__name__}, not a string; convert it with str(), or leave "
+                         "it out")
     return [mended(text) for text in texts]
 
 # %% ../../nbs/models/07_inputs.ipynb #1481176f
@@ -109,9 +110,19 @@ def in_precision(vectors: np.ndarray, # [texts, dimension] fp32
     steps = np.clip(np.floor((vectors - low)/np.where(high == low, 1, (high - low)/255)), 0, 255)
     return steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)
 
+# %% ../../nbs/models/07_inputs.ipynb #e4ce10c9
+def a_text(vectors) -> str | None:
+    "A text among what should be vectors, if there is one."
+    if isinstance(vectors, str): return vectors
+    if isinstance(vectors, np.ndarray) and vectors.dtype.kind in "UO": vectors = vectors.ravel().tolist()
+    return next((row for row in vectors if isinstance(row, str)), None) if isinstance(vectors, (list, tuple)) else None
+
 # %% ../../nbs/models/07_inputs.ipynb #e4ce10c8
 def as_matrix(vectors, name: str = "vectors") -> torch.Tensor: # [rows, dimension]; an array is not copied
     "One or several vectors in any form; ValueError unless they have the same length."
+    if (text := a_text(vectors)) is not None:
+        raise ValueError(f"{name} are expected, and {text[:40]!r} is a text; encode the texts first, as in "
+                         "similarity(model.encode(a), model.encode(b))")
     try:
         if isinstance(vectors, (list, tuple)) and len(vectors):
             vectors = torch.stack([torch.as_tensor(row) for row in vectors])

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from .. import __version__
 from ..core.files import keep_apart, new_folder, saving, write_text
+from ..core.progress import without_bars
 from ..data.corpora import training_instructions
 from ..data.prompts import Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout
 from ..models.attention import is_causal
@@ -117,7 +118,7 @@ def write_weights(embedder: AnchorEmbedder, folder: Path, dtype: str, head: bool
     if head and not has_head(embedder.lm.config):
         raise ValueError("the model has no language-model head; leave out head")
     model = embedder.lm if head else trunk_of(embedder.lm)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    with without_bars(): model.to(getattr(torch, dtype)).save_pretrained(folder)
     config = json_or_empty(folder/"config.json") | dict(dtype=dtype)
     write_json(folder/"config.json", for_all_readers(config, dimensions))
     mode = (folder/"config.json").stat().st_mode # safetensors files are otherwise readable by their owner only

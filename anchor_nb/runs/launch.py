@@ -9,7 +9,7 @@ __all__ = ['environment', 'usable_gpus', 'find_node', 'already_launched', 'stale
 import ctypes, gc, json, multiprocessing, os, shutil, signal, socket, sys, threading, time, traceback, uuid
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Callable, Literal, NamedTuple
 from ..core.errors import Stopped
 from ..core.files import write_text
 from ..core.redaction import without_secrets
@@ -324,18 +324,32 @@ def forget_stale_ranks():
           "Ignored; unset it, or start all processes with torchrun", file=sys.stderr, flush=True)
 
 # %% ../../nbs/runs/01_launch.ipynb #9e866119
-def launch(function,                       # what to run in each process; its result must be plain values
-           *args,                          # passed to `function`
-           processes: int = 1,             # how many on this machine; 0: one for each GPU
-           # failed ranks leave notes in its subfolder `launch`; with several nodes, a shared folder
-           run_dir: str = "runs/launch",
-           mixed_precision: str = "no",    # no, fp16 or bf16: what an `Accelerator` made in `function` uses
-           start_method: str = "auto",     # auto, fork or spawn
-           nodes: int = 0, node_rank: int = -1, main_address: str = "", main_port: int = 0, # as `find_node` takes them
-          ):                               # -> what rank 0 returned, on another node than the first its first rank
+def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str = "runs/launch",
+           mixed_precision: Literal["no", "fp16", "bf16"] = "no",
+           start_method: Literal["auto", "fork", "spawn"] = "auto", nodes: int = 0, node_rank: int = -1,
+           main_address: str = "", main_port: int = 0) -> Any:
     """Run `function(*args)` in `processes` processes on each node, from a notebook or under torchrun.
 
-    LaunchError names the rank that failed, Stopped the signal that came."""
+    Args:
+        function: what each process runs, such as `train`; its result must be plain values.
+        args: what it is given.
+        processes: how many on this machine; 0: one for each GPU. A single one runs here, without a new process.
+        run_dir: failed ranks leave notes in its subfolder `launch`; with several nodes, a folder that all share.
+        mixed_precision: what an `Accelerator` made in `function` uses: no, fp16 or bf16.
+        start_method: fork, spawn, or auto: fork, but spawn where CUDA is initialised.
+        nodes: machines; 0: as the environment variable NNODES says, else 1.
+        node_rank: this machine's number; -1: as NODE_RANK says.
+        main_address: host name or address of machine 0; empty: as MASTER_ADDR says.
+        main_port: a port there; 0: as MASTER_PORT says, else 29500. On a single node, any free one.
+
+    Returns:
+        What rank 0 returned; on another node than the first, what its first rank returned.
+
+    Raises:
+        LaunchError: a rank failed; it names the rank, and shows its error.
+        Stopped: a signal came.
+        ValueError: a setting that cannot be.
+    """
     if mixed_precision not in ("no", "fp16", "bf16"):
         raise ValueError(f"mixed_precision={mixed_precision!r}; choose no, fp16 or bf16")
     forget_stale_ranks()

@@ -52,8 +52,18 @@ def signature(name, function, method):
     return f"```python\n{line}\n```"
 
 
-def told(function, notes):
-    "[(name, description)] of parameters and of what is returned."
+def sections(node):
+    "A docstring as (text, {parameter: description}, what is returned, {exception: when})."
+    text, *rest = re.split(r"^(Args|Returns|Raises):$", ast.get_docstring(node) or "", flags=re.M)
+    inside = dict(zip(rest[::2], rest[1::2]))
+    def entries(title):
+        found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inside.get(title, ""), flags=re.M)
+        return {name: " ".join(about.split()) for name, about in found}
+    return text.strip(), entries("Args"), " ".join(inside.get("Returns", "").split()), entries("Raises")
+
+
+def told(function, notes, owner=None):
+    "[(name, description)] of parameters and of what is returned; `owner`: the class, whose docstring has its own."
     header = range(function.lineno, max(function.lineno, function.body[0].lineno - 1) + 1)
     of = {star + argument.arg: (default or argument).end_lineno for star, argument, default in parameters(function)
           if argument is not None}
@@ -70,8 +80,13 @@ def told(function, notes):
         name, colon, text = part.partition(": ")
         if colon and name in of: rows[name] = text
         elif part: back.append(part.removeprefix("->").strip())
+    _, described_there, result, raised = sections(owner or function)
+    rows |= {name: described_there[name.lstrip("*")] for name in of if name.lstrip("*") in described_there}
+    if result: back.append(result)
     kind = f"`{ast.unparse(function.returns)}` " if function.returns else ""
-    return [(name, rows[name]) for name in of if name in rows] + ([("returns", kind + "; ".join(back))] if back else [])
+    back = [("returns", kind + "; ".join(back))] if back else []
+    return [*((name, rows[name]) for name in of if name in rows), *back,
+            *(("raises", f"`{name}` {about}") for name, about in raised.items())]
 
 
 BAR = r"\|" # in a table
@@ -94,7 +109,7 @@ def div(kind, rows):
 def table(rows):
     "Names and their descriptions."
     if not rows: return ""
-    named = lambda name: name if name == "returns" else f"`{name}`"
+    named = lambda name: name if name in ("returns", "raises") else f"`{name}`"
     return div("parameters", [(named(name), escaped(note, table=True)) for name, note in rows])
 
 
@@ -120,13 +135,31 @@ def fields(node, notes):
 
 
 def methods(node):
-    "The methods of a class, without the second halves of properties."
+    "The methods of a class, without the second halves of properties and without overloads."
     if not isinstance(node, ast.ClassDef): return []
+    other = lambda one: ast.unparse(one).endswith((".setter", "overload"))
     return [part for part in node.body if isinstance(part, ast.FunctionDef)
-            and not any(ast.unparse(one).endswith(".setter") for one in part.decorator_list)]
+            and not any(map(other, part.decorator_list))]
 
 
-def described(node, module, notes, owner=""):
+def inherited(node, internal):
+    "(method, comments) of the internal classes of the notebook that a class is built on, the nearest first."
+    for base in getattr(node, "bases", []):
+        if ast.unparse(base) not in internal: continue
+        above, notes = internal[ast.unparse(base)]
+        yield from ((part, notes) for part in methods(above) if not part.name.startswith("_"))
+        yield from inherited(above, internal)
+
+
+def internal_classes(notebook):
+    "Name -> (class, comments) of what `exporti` cells define."
+    cells = [directives(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
+    sources = [code for asked, code in cells if "exporti" in asked]
+    return {node.name: (node, comments(code)) for code in sources for node in ast.parse(code).body
+            if isinstance(node, ast.ClassDef)}
+
+
+def described(node, module, notes, owner="", internal={}):
     "Blocks of Markdown for one function, class or method."
     name = f"{owner}.{node.name}" if owner else node.name
     blocks = [f"{'####' if owner else '###'} `{node.name}`{{.nolink}} {{#{module}.{name}}}"]
@@ -136,11 +169,12 @@ def described(node, module, notes, owner=""):
     if isinstance(node, ast.ClassDef): blocks += [signature(name, made, True)] if made else fields(node, notes)
     elif "property" in kinds: blocks.append(f"```python\n{name}  # property\n```")
     else: blocks.append(signature(name, node, bool(owner) and "staticmethod" not in kinds))
-    if text := ast.get_docstring(node): blocks.insert(1, escaped(text))
+    if text := sections(node)[0]: blocks.insert(1, escaped(text))
     if function := made or (node if not isinstance(node, ast.ClassDef) else None):
-        blocks.append(table(told(function, notes)))
+        blocks.append(table(told(function, notes, node if made else None)))
     for part in functions:
         if not part.name.startswith("_"): blocks += described(part, module, notes, node.name)
+    for part, its_notes in inherited(node, internal): blocks += described(part, module, its_notes, node.name)
     return blocks
 
 
@@ -154,15 +188,15 @@ def public(tree):
                     if isinstance(part, ast.Name): yield part.id, node
 
 
-def api(source, module):
-    "An exported cell as Markdown: what it offers, and its source folded below."
+def api(source, module, internal={}):
+    "An exported cell as Markdown: what it offers, also from `internal_classes`, and its source folded below."
     tree = ast.parse(source)
     if all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body): return ""
     notes, blocks = comments(source), []
     constants = [name for name, node in public(tree) if isinstance(node, ast.Assign) and not name.startswith("_")]
     if constants: blocks.append("".join(f'<span id="{module}.{name}"></span>' for name in constants))
     defined = [node for name, node in public(tree) if not isinstance(node, ast.Assign) and not name.startswith("_")]
-    for node in defined: blocks += described(node, module, notes)
+    for node in defined: blocks += described(node, module, notes, internal=internal)
     return "\n\n".join([*filter(None, blocks), folded(source, module, "Source" if defined else "")])
 
 
@@ -200,6 +234,7 @@ def names(pages):
     for path in pages:
         notebook = read(path)
         if not (module := module_of(notebook)): continue
+        internal = internal_classes(notebook)
         for cell in notebook.cells:
             told_, code = directives(cell.source) if cell.cell_type == "code" else ({}, "")
             if "export" not in told_: continue
@@ -207,7 +242,7 @@ def names(pages):
                 if name.startswith("_"): continue
                 text = "" if isinstance(node, ast.Assign) else ast.get_docstring(node) or ""
                 yield module, name, text.partition("\n")[0], path
-                for part in methods(node):
+                for part in [*methods(node), *(part for part, _ in inherited(node, internal))]:
                     if not part.name.startswith("_") and (text := ast.get_docstring(part)): # else it overrides one
                         yield module, f"{name}.{part.name}", text.partition("\n")[0], path
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 from nbformat import NotebookNode, v4
 
-from exported import api, directives, folded, module_of, names, names_page, read, symbols
+from exported import api, directives, folded, internal_classes, module_of, names, names_page, read, symbols
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = HERE.parent
@@ -50,7 +50,9 @@ def page_of(notebook):
 
 def all_notebooks():
     "Notebook -> page, wing by wing; two notebooks must not share one."
-    hidden = lambda path: any(part.startswith((".", "_")) for part in path.relative_to(NOTEBOOKS).parts)
+    # what a reader's tutorials have run lies in a folder `runs` beside them
+    hidden = lambda path: any(part.startswith((".", "_")) or part == "runs" and depth
+                              for depth, part in enumerate(path.relative_to(NOTEBOOKS).parts))
     order = [*WINGS, *BEFORE, *AFTER]
     place = lambda path: (order.index(path.parent.name) if path.parent.name in order else -1, path)
     pages = {path: page_of(path) for path in sorted(NOTEBOOKS.rglob("*.ipynb"), key=place) if not hidden(path)}
@@ -73,9 +75,16 @@ def sidebar(pages, papers):
     def rooms(folders):
         return [part for folder, (title, order) in folders.items() for part in section(title, ordered(folder, order))]
     wings = [part for wing, title in WINGS.items() for part in section(title, inside(wing, numbered=True).values())]
-    start = [{"text": "Home", "href": "index.ipynb"}, {"text": "API", "href": "names.md"}]
+    start = [{"text": "Home", "href": "index.ipynb"}, api_section(pages)]
     end = [{"text": title, "href": f"{name}.md"} for name, title in papers.items()]
     return [*start, *rooms(BEFORE), {"section": "Library", "contents": wings}, *rooms(AFTER), *end]
+
+
+def api_section(pages):
+    "The sidebar's way to what `from anchor_nb import ...` offers, and to everything else that is public."
+    of = {module_of(read(path)): page for path, page in pages.items()}
+    entries = [{"text": name, "href": f"/{of[home]}.html#{home}.{name}"} for name, home in first_names().items()]
+    return {"section": "API", "contents": [*entries, {"text": "All names", "href": "names.md"}]}
 
 
 # ---- a notebook as a page ----
@@ -142,6 +151,7 @@ def as_page(notebook, page, pages):
     "A notebook of nbformat 4 with front matter, prose, code, outputs, and what exported cells offer."
     title, subtitle, rest = heading(notebook.cells[0].source)
     module, up, section = module_of(notebook), "../"*len(page.parent.parts), title
+    internal = internal_classes(notebook)
     cells = [cell("raw", "---\n" + yaml.safe_dump(dict(title=title, description=subtitle), allow_unicode=True) + "---")]
     if rest: cells.append(cell("markdown", linked(rest, page, pages)))
     for old in notebook.cells[1:]:
@@ -153,7 +163,7 @@ def as_page(notebook, page, pages):
         asked, code = directives(old.source)
         if {"hide", "default_exp"} & set(asked) or DRAWN in code: continue
         if {"export", "exporti"} & set(asked):
-            block = api(code, module) if "export" in asked else folded(code, module, "Internal")
+            block = api(code, module, internal) if "export" in asked else folded(code, module, "Internal")
             if block: cells.append(cell("markdown", block))
             continue
         outputs = [output_kept(output, up) for output in old.outputs]
@@ -325,7 +335,7 @@ def quarto(folder):
     project = project.replace("[tool.nbdev]", "[tool.nbdev]\ncustom_sidebar = true")
     (folder/"pyproject.toml").write_text(project, encoding="utf-8")
     # that page is ours alone
-    contents = [entry for entry in sidebar(all_notebooks(), {}) if entry.get("href") != "names.md"]
+    contents = [entry for entry in sidebar(all_notebooks(), {}) if entry.get("section") != "API"]
     (folder/"nbs/sidebar.yml").write_text(yaml.safe_dump({"website": {"sidebar": {"contents": contents}}},
                                                          sort_keys=False), encoding="utf-8")
     subprocess.run([Path(sys.executable).with_name("nbdev-docs")], cwd=folder, check=True)

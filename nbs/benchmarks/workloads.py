@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from anchor_nb.core.progress import without_bars
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.data.packages import cache_dir
 from anchor_nb.data.prompts import Formatter, load_formatter
-from anchor_nb.models.backbone import quiet_bars
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.training.flops import SHAPES, Shape
 
@@ -89,7 +89,6 @@ def llama_config(shape: Shape, **tokens) -> LlamaConfig:
 def random_model(folder: Path, shape: Shape, source: str) -> str:  # the folder; source: a model whose tokenizer it gets
     "A Llama of these sizes with random weights, made once."
     if (folder/"tokenizer.json").is_file(): return str(folder)
-    quiet_bars()
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(source))
     if len(tokenizer) > shape.vocabulary:
         raise ValueError(f"the tokenizer of {source} has {len(tokenizer)} ids, too many for a vocabulary of "
@@ -97,7 +96,7 @@ def random_model(folder: Path, shape: Shape, source: str) -> str:  # the folder;
     torch.manual_seed(0)
     config = llama_config(shape, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = LlamaForCausalLM(config)
-    model.to(torch.bfloat16 if shape.parameters > 1e9 else torch.float32).save_pretrained(folder)
+    with without_bars(): model.to(torch.bfloat16 if shape.parameters > 1e9 else torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -118,6 +118,34 @@ def test_the_api_page_begins_with_what_the_package_itself_offers(site):
                                                                  for name, home in anchor_nb._HOMES.items()]
 
 
+def test_a_docstring_describes_parameters_and_internal_classes_lend_their_methods():
+    "What `help()` shows is on the page as a table; and an embedder's page has `encode`, wherever it is defined."
+    source = '''
+class Base:
+    def say(self, word: str, *more) -> str:
+        """Say it.
+
+        Args:
+            word: what to say,
+                aloud.
+            more: words, with a | between.
+
+        Returns:
+            What was said.
+
+        Raises:
+            ValueError: silence.
+        """
+        return word
+'''
+    notebook = make_site.v4.new_notebook(cells=[make_site.v4.new_code_cell("#| exporti" + source)])
+    text = make_site.api("class Speaker(Base):\n    'One who speaks.'", "m", make_site.internal_classes(notebook))
+    assert "#### `say`{.nolink} {#m.Speaker.say}" in text and "Args" not in text
+    for row in ("| `word` | what to say, aloud. |", "| `*more` | words, with a \\| between. |",
+                "| returns | `str` What was said. |", "| raises | `ValueError` silence. |"):
+        assert row in text, row
+
+
 def test_a_cell_is_described_as_it_is_written():
     text = make_site.api('''
 class Pair:

@@ -53,7 +53,7 @@ def contents(wheel): return set(zipfile.ZipFile(wheel).namelist())
 
 def test_the_wheel_has_all_modules_notebooks_presets_and_tables(wheel):
     names = contents(wheel)
-    patterns = ("**/*.py", "*.json", "page/*", "presets/*/*.yaml")
+    patterns = ("**/*.py", "*.json", "page/*", "presets/*/*.yaml", "py.typed")
     wanted = {f"anchor_nb/{path.relative_to(ROOT/'anchor_nb')}" for pattern in patterns
               for path in (ROOT/"anchor_nb").glob(pattern)}
     wanted |= {f"anchor_nb/notebooks/{path.name}" for path in (ROOT/"nbs/stages").glob("*.ipynb")}

@@ -1,6 +1,7 @@
 """The project holds together: settings, notebooks, modules and README in step; rules that a reader cannot check."""
 import ast
 import importlib
+import inspect
 import json
 import re
 import shutil
@@ -243,6 +244,31 @@ def test_public_names_are_few_and_each_means_one_thing():
     twice = {name: places for name, places in homes.items() if len(places) > 1}
     assert not twice
     assert len(homes) <= 500
+
+
+def test_what_the_package_offers_is_the_same_for_python_and_for_type_checkers():
+    import anchor_nb
+    tree = ast.parse((ROOT/"anchor_nb/__init__.py").read_text(encoding="utf-8"))
+    seen = {alias.name: node.module for block in tree.body if isinstance(block, ast.If) for node in block.body
+            for alias in node.names}
+    assert seen == anchor_nb._HOMES and sorted(seen) == sorted(anchor_nb.__all__)
+    assert (ROOT/"anchor_nb/py.typed").is_file()
+
+
+def undescribed(function) -> set:
+    "Parameters that `help()` names and does not describe."
+    listed = set(re.findall(r"^ {4,}(\w+): ", inspect.cleandoc(function.__doc__ or "").partition("Args:")[2], flags=re.M))
+    return set(inspect.signature(function).parameters) - {"self", "cls"} - listed
+
+
+def test_help_describes_every_parameter_of_what_the_package_offers():
+    import anchor_nb
+    calls = [anchor_nb.load_pairs, anchor_nb.train, anchor_nb.launch, anchor_nb.run_stage]
+    for kind in (anchor_nb.AnchorEmbedder, anchor_nb.Index):
+        calls += [kind, *(getattr(kind, name) for name in dir(kind) if not name.startswith("_") and name != "vectors"
+                          and inspect.isroutine(getattr(kind, name)))] # `vectors` is for the classes that share encode
+    assert len(calls) > 15
+    assert {call.__qualname__: missing for call in calls if (missing := undescribed(call))} == {}
 
 
 def lines_of(text) -> int:
