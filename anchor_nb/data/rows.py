@@ -10,7 +10,7 @@ __all__ = ['QUERY', 'POSITIVE', 'parse_row', 'parsed', 'load_pairs', 'generator'
 import difflib, hashlib, json, re, sys, warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Iterator
+from typing import Any, Iterator, NamedTuple
 import numpy as np
 from .tables import cached_table, check_columns, content_hash, find_sources, open_table, read_rows, renamed
 
@@ -210,10 +210,23 @@ def load_source(source: str, cache_dir=None, columns: dict = {}): # -> datasets.
     return cached_table(source, key, checked, row_features(), cache_dir)
 
 # %% ../../nbs/data/01_rows.ipynb #934adf95
-def load_pairs(data: str, cache_dir=None,
-               columns: dict = {}, # our field -> the data's, such as {"query": "frage", "positive": "antwort"}
-              ) -> dict:           # dataset name -> datasets.Dataset
-    "All datasets of a folder, file or dataset id; warns of missing E5 files."
+def load_pairs(data: str, cache_dir: str | Path | None = None, columns: dict = {}) -> dict[str, Any]:
+    """All datasets of a folder, file or dataset id, checked row by row.
+
+    Args:
+        data: a table (CSV, JSONL, parquet ...), a folder with a table per dataset, or hf:owner/name for a dataset on
+            the hub.
+        cache_dir: where tables are kept between calls. None: beside the cache of `datasets`.
+        columns: our field -> the data's, such as {"query": "frage", "positive": "antwort"}.
+
+    Returns:
+        Dataset name -> `datasets.Dataset` with the columns query, positives, negatives, instruction,
+        document_instruction, positive_scores and negative_scores.
+
+    Raises:
+        ValueError: the first faulty row, with file, line and field.
+        FileNotFoundError: nothing there that holds rows.
+    """
     sources, columns = find_sources(data), pair_columns(columns)
     if missing := missing_files(sources):
         warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are missing, and training does without "

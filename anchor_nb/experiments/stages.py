@@ -268,13 +268,24 @@ def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, che
     return values | dict(out=str(folder)), folder
 
 # %% ../../nbs/experiments/00_stages.ipynb #0136d182
-def run_stage(name: str,               # a stage, or the path of a notebook of your own
-              parameters: dict = {},   # what differs from the notebook's own values
-              output: Path = None,     # the executed notebook; default: in the run folder
-              log: bool = True,        # show what the cells print
-              timeout: float = None,   # seconds one cell may take; None: no limit
-             ) -> Path:                # the executed notebook
-    "Execute a stage with strict parameters. ValueError before it starts, `StageError` when it fails or is stopped."
+def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None, log: bool = True,
+              timeout: float | None = None) -> Path:
+    """Execute a stage's notebook with strict parameters.
+
+    Args:
+        name: a stage, such as "stage2" or "evaluate", or the path of a notebook of your own.
+        parameters: what differs from the notebook's own values, such as dict(data="pairs.jsonl", out="runs/mine").
+        output: the executed notebook. None: in the run folder.
+        log: show what the cells print.
+        timeout: seconds that one cell may take. None: no limit.
+
+    Returns:
+        The executed notebook.
+
+    Raises:
+        ValueError: an unknown stage or parameter, before anything starts.
+        StageError: the stage failed or was stopped; `notebook` is the executed notebook with the traceback.
+    """
     notebook = stage_notebook(name)
     stage, (values, folder), known = notebook.stem, placed(notebook, checked(notebook, parameters)), declared(notebook)
     output, secrets = Path(output) if output else folder/f"{stage}.ipynb", secret_values(values)

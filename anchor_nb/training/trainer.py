@@ -12,12 +12,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 import pyarrow.compute as pc
 import torch
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments
 from ..core.distributed import all_reduce, of_first_rank, world
 from ..core.files import replace_folder, saving, seal, sync
-from ..core.progress import announce
+from ..core.progress import announce, without_bars
 from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
@@ -223,7 +224,7 @@ def saver(formatter: Formatter, record: Record): # -> a function of (module, fol
         if any(map(is_share, module.parameters())): state = whole_state(module.lm, trained_only=adapters)
         if world()[0]: return
         shutil.rmtree(folder, ignore_errors=True)
-        module.lm.save_pretrained(folder, state_dict=state)
+        with without_bars(): module.lm.save_pretrained(folder, state_dict=state)
         formatter.tokenizer.save_pretrained(folder)
         save_layout(folder, formatter.layout, **vars(record))
     return save
@@ -509,9 +510,21 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
     return facts
 
 # %% ../../nbs/training/08_trainer.ipynb #75634052
-def train(recipe: Training # `Stage1` or `Stage2`
-         ) -> dict:        # facts for the manifest
-    "Run a training stage to its end; the finished model is in `<out>/model`."
+def train(recipe: Training) -> dict[str, Any]:
+    """Run a training stage to its end, or resume it where it stopped.
+
+    Args:
+        recipe: all settings, as `Stage1(model=..., data=..., out=...)` or `Stage2(...)` holds them. The finished model
+            is in `<out>/model`, `<out>/metrics.jsonl` has a row for each step. A run that is finished is not repeated.
+
+    Returns:
+        What the manifest records of the run: `steps`, `precision`, `processes`, `parameters`, `trainable`, `data` (rows
+        and hash of each dataset) and `last` (the loss and other facts of the last step).
+
+    Raises:
+        ValueError: a setting or a row that cannot be, or another run's `out`; named before anything is written.
+        FileNotFoundError: a model or data that is not there.
+    """
     out, asked = Path(recipe.out), recipe
     if recipe.precision == "auto": recipe = replace(recipe, precision=begun_with(recipe).get("precision", "auto"))
     inputs = Inputs(recipe)
