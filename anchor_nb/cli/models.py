@@ -39,13 +39,13 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
     from anchor_nb.experiments.hello import answers, first_look, look_figure
     began = perf_counter()
     with answering(as_json) as answer:
-        look = first_look({"all-MiniLM-L6-v2": "minilm", model: model})
+        look = first_look({"all-MiniLM-L6-v2": "minilm", model: model}, show_progress_bar=not as_json)
         look_figure(look).savefig(out, dpi=120)
         took = dict(seconds=round(perf_counter() - began, 1), cpu_seconds=round(process_time(), 1))
         answer(dict(picture=out, passages=len(look["passages"]), models=list(look["cosines"]), **took),
                f"{len(look['passages'])} passages of the documentation of anchor_nb", "", *answers(look), "",
                f"the picture: {out}; {took['seconds']:.0f} s ({took['cpu_seconds']:.0f} s of processor time)",
-               "all-MiniLM-L6-v2 was trained to embed. To train a language model to: tutorials/five_thousand")
+               "all-MiniLM-L6-v2 was trained to tell texts apart; to train another model for it: anchor-nb stage2")
 
 # %% ../../nbs/cli/05_models.ipynb #df656516
 @app.command("search", rich_help_panel=USE)

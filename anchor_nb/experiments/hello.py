@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['QUESTIONS', 'documentation', 'first_look', 'look_figure']
 
-# %% ../../nbs/experiments/08_hello.ipynb #0f397924
+# %% ../../nbs/experiments/08_hello.ipynb #2a59b77f
 import ast
+import textwrap
 from pathlib import Path
 import numpy as np
 from ..core.recipe import RECIPES
@@ -15,7 +16,7 @@ from ..inference.search import Index
 from ..models.embedder import AnchorEmbedder
 from ..runs.provenance import package_folder
 
-# %% ../../nbs/experiments/08_hello.ipynb #3b4207ea
+# %% ../../nbs/experiments/08_hello.ipynb #7343a0b4
 def name_of(node, module: str, public: list) -> str: # of a definition; empty where it has none for readers
     "How a reader would write it: a command, or the path of a public name."
     calls = [each for each in node.decorator_list if isinstance(each, ast.Call) and each.args]
@@ -33,7 +34,7 @@ def documented(path: Path, module: str) -> dict: # name -> docstring
     return {name: text for name, text in ({module: ast.get_docstring(ast.Module(body, []))} | texts).items()
             if name and text}
 
-# %% ../../nbs/experiments/08_hello.ipynb #2c6f54fa
+# %% ../../nbs/experiments/08_hello.ipynb #2004617f
 def documentation() -> dict: # name of a module, public name, command or setting -> what it does
     "The documentation that is installed with the package."
     root, texts = package_folder(), {}
@@ -44,51 +45,54 @@ def documentation() -> dict: # name of a module, public name, command or setting
             texts.setdefault(f"-p {name}", f"{stage}: {field.metadata['help']}")
     return texts
 
-# %% ../../nbs/experiments/08_hello.ipynb #e4558078
+# %% ../../nbs/experiments/08_hello.ipynb #b2c9246b
 QUESTIONS = ("How can I train with less memory?", "What happens when a run is killed?",
              "Show my results on a web page")
 
 def first_look(models: dict,       # label -> run folder, model folder, hub id or short name
                questions: list = QUESTIONS,
+               show_progress_bar: bool = False,
               ) -> dict:           # passages, questions, and for each label the cosines [questions, passages]
     "The documentation ranked for each question by each model."
     passages = [f"{name}: {text}" for name, text in documentation().items()]
-    indexes = {label: Index(AnchorEmbedder.from_pretrained(model, max_length=64), passages)
-               for label, model in models.items()}
+    indexes = {label: Index(AnchorEmbedder.from_pretrained(model, max_length=64), passages,
+                            show_progress_bar=show_progress_bar) for label, model in models.items()}
     cosines = {label: np.asarray(index.embedder.encode_query(list(questions))) @ np.asarray(index.vectors).T
                for label, index in indexes.items()}
     return dict(passages=passages, questions=list(questions), cosines=cosines)
 
-# %% ../../nbs/experiments/08_hello.ipynb #be9ef312
+# %% ../../nbs/experiments/08_hello.ipynb #122bd2e0
 def best(look: dict, label: str, k: int) -> list: # for each question the numbers of `k` passages, best first
     "The passages with the largest cosines."
     return np.argsort(-look["cosines"][label], axis=1, kind="stable")[:, :k].tolist()
 
-def answers(look: dict, k: int = 3, width: int = 50) -> list: # of lines
-    "The first passages of each model, side by side."
+def answers(look: dict, k: int = 3, width: int = 36) -> list: # of lines, of at most 80 columns
+    "The first passages of each model, side by side: cosine and name."
     labels, lines = list(look["cosines"]), []
     columns = lambda texts: "".join(f"  {text[:width]:<{width}}" for text in texts).rstrip()
+    hit = lambda cosine, place: f"{cosine:.2f} {look['passages'][place].partition(': ')[0]}"
     for number, question in enumerate(look["questions"]):
-        ranked = [[look["passages"][place] for place in best(look, label, k)[number]] for label in labels]
+        ranked = [[hit(look["cosines"][label][number, place], place) for place in best(look, label, k)[number]]
+                  for label in labels]
         lines += ["", question, columns(labels), *map(columns, zip(*ranked))]
     return lines[1:]
 
-# %% ../../nbs/experiments/08_hello.ipynb #087b464b
+# %% ../../nbs/experiments/08_hello.ipynb #4778b9bc
 def look_figure(look: dict, # from `first_look`
                 k: int = 4, # passages of each question
                ):           # a matplotlib figure
-    "A heat map for each model: the questions, by the passages that the first model ranks highest for them."
+    "Cosines as a heat map for each model: the questions, by the passages that the first model ranks highest for them."
     import seaborn
     shown = list(dict.fromkeys(place for row in best(look, next(iter(look["cosines"])), k) for place in row))
-    passages = [look["passages"][place].partition("\n")[0][:52] for place in shown]
+    passages = [textwrap.shorten(look["passages"][place], 68, placeholder=" ...") for place in shown]
+    questions = [textwrap.fill(question, 14) for question in look["questions"]]
     with _style():
-        figure, (panels,) = _panels(1, len(look["cosines"]), 3.6, 0.3*len(shown) + 1.3, sharey=True)
+        figure, (panels,) = _panels(1, len(look["cosines"]), 4.6, 0.3*len(shown) + 1.6, sharey=True)
         for axes, (label, cosines) in zip(panels, look["cosines"].items()):
             seaborn.heatmap(cosines[:, shown].T, ax=axes, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f",
                             cbar=False, linewidths=0.5)
             axes.set(title=label)
             axes.set_yticks(np.arange(len(shown)) + 0.5, passages, rotation=0, fontsize=8)
-            axes.set_xticks(np.arange(len(look["questions"])) + 0.5, [f"question {n + 1}" for n in
-                                                                      range(len(look["questions"]))], rotation=0)
+            axes.set_xticks(np.arange(len(questions)) + 0.5, questions, rotation=0, fontsize=8)
             axes.tick_params(length=0)
         return _finish(figure)
