@@ -34,7 +34,7 @@ def documented(path: Path, module: str) -> dict: # name -> docstring
     return {name: text for name, text in ({module: ast.get_docstring(ast.Module(body, []))} | texts).items()
             if name and text}
 
-# %% ../../nbs/experiments/08_hello.ipynb #2004617f
+# %% ../../nbs/experiments/08_hello.ipynb #db626fbf
 def documentation() -> dict: # name of a module, public name, command or setting -> what it does
     "The documentation that is installed with the package."
     root, texts = package_folder(), {}
@@ -42,7 +42,7 @@ def documentation() -> dict: # name of a module, public name, command or setting
         texts |= documented(path, path.relative_to(root).with_suffix("").as_posix().replace("/", "."))
     for stage, recipe in RECIPES.items():
         for name, field in recipe.__dataclass_fields__.items():
-            texts.setdefault(f"-p {name}", f"{stage}: {field.metadata['help']}")
+            texts.setdefault(f"--{name.replace('_', '-')}", f"{stage}: {field.metadata['help']}")
     return texts
 
 # %% ../../nbs/experiments/08_hello.ipynb #b2c9246b
