@@ -33,9 +33,8 @@ ROOT = NOTEBOOKS.parent
 WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses",
              training="Training", inference="Search and mining", evaluation="Evaluation", analysis="Analysis",
              experiments="Experiments and figures", release="Export and release", cli="The command line")
-TUTORIALS = ["quickstart", "own_data", "anchor", "village", "search_page", "evaluation", "ablations", "relatives",
-             "cost",
-             "survival", "cluster"]
+TUTORIALS = ["five_thousand", "quickstart", "own_data", "anchor", "village", "search_page", "evaluation", "ablations",
+             "relatives", "cost", "survival", "cluster"]
 STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
 BEFORE = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES),
           "pages": ("Results and reference", ["results", "speed", "methods", "commands"])}
@@ -178,7 +177,8 @@ def as_page(notebook, page, pages):
 
 DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.md
 
-CARDS = [("tutorials/quickstart", "Start here", "From a checkpoint to embeddings to training, in minutes."),
+CARDS = [("tutorials/five_thousand", "Five thousand pairs, one hour", "From a CSV of yours to a search model in use."),
+         ("tutorials/quickstart", "What is an embedder?", "From a checkpoint to embeddings to training, in minutes."),
          ("tutorials/own_data", "Your own data", "Your pairs: checked, mined for negatives, trained on, scored."),
          ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
          ("losses/reconstruction", "The losses", "The equation, the idea, the code, the assertion."),

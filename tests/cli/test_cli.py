@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -172,8 +173,8 @@ def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
 
 # ---- JSON ----
 
-WITH_JSON = ["analyse", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "merge",
-             "plan", "push", "recipe", "recipes", "search", "sweep"]
+WITH_JSON = ["analyse", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "hello",
+             "merge", "plan", "push", "recipe", "recipes", "search", "sweep"]
 
 
 def noisy(found):
@@ -201,6 +202,7 @@ def stubbed(monkeypatch, tmp_path):
          dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
     stub("release.card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md", readers={}))
     stub("inference.filtering.filter_pairs", {"a": facts})
+    stub("experiments.hello.first_look", dict(passages=["a: b"], questions=["who?"], cosines={"tiny": numpy.eye(1)}))
     stub("release.merging.merge_models", dict(tensors=5, bytes=8))
     stub("training.plan.report", [])
     stub("training.plan.table", "nothing")
@@ -215,7 +217,8 @@ def stubbed(monkeypatch, tmp_path):
     out = ["-p", f"out={tmp_path}", "-p", "data=pairs"]
     words = dict(compare=["a", "b"], decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
                  encode=["x", "--out", "y"], export=["tiny", "y"],
-                 filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"], merge=["a", "b", "--out", "y"],
+                 filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"],
+                 hello=["--out", str(tmp_path/"x.png")], merge=["a", "b", "--out", "y"],
                  push=["x", "me/x"], recipe=["e5"],
                  search=["tiny", "x", "who?"], sweep=["alpha"], analyse=out, evaluate=out[:2])
     return {name: [name, *words.get(name, [])] for name in WITH_JSON}

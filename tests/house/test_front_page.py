@@ -8,7 +8,9 @@ readme`. Or, where it is to stay as a record, name it with its commits in nbs/re
 import ast
 import importlib.util
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 from itertools import chain, pairwise
@@ -20,6 +22,7 @@ from anchor_nb.runs.identity import ENGINE
 from anchor_nb.runs.ledger import append_rows, read_rows, write_json
 from anchor_nb.experiments.pipeline import plan
 from anchor_nb.core.recipe import RECIPES
+from anchor_nb.models.resolve import resolve_model
 from anchor_nb.runs.manifest import new_manifest, other_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -184,6 +187,27 @@ def test_the_code_on_the_front_page_runs(capsys):
     exec(compile(ast.Module(body, []), "README.md", "exec"), names)
     shape = eval(compile(ast.Expression(last.value), "README.md", "eval"), names)
     assert f"```text\n{shape!r}\n```" in README and len(code.splitlines()) <= 7
+
+
+@pytest.mark.registry
+def test_hello_draws_its_picture_in_three_minutes(tmp_path):
+    "The stopwatch of the first look: processor time, which other work on the machine does not change."
+    for model in ("minilm", "smollm2-135m"): resolve_model(model) # the models are in the cache
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", "from anchor_nb.cli.main import main; main()", "hello", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+                          capture_output=True, text=True, check=True)
+    after, facts = resource.getrusage(resource.RUSAGE_CHILDREN), json.loads(done.stdout)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
+    assert (tmp_path/facts["picture"]).read_bytes().startswith(b"\x89PNG") and facts["passages"] > 400
+
+
+def test_the_first_link_is_the_first_hour_and_the_first_command_the_first_look():
+    links = re.findall(r"(?<!!)\[[^]]*\]\(([^)]+)\)", README)
+    assert links[0] == "nbs/tutorials/five_thousand.ipynb"
+    assert README.index("anchor-nb hello") < README.index("```python")
+    *_, took = read_rows(NBS/"benchmarks/results/hello.jsonl")
+    assert f"{took['cpu_seconds']:.0f} seconds of one CPU core" in README and took["threads"] == 1
 
 
 def test_the_commands_on_the_pages_are_there():
