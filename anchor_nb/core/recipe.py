@@ -155,6 +155,13 @@ class Stage1(Training):
     anchor_scale: float = setting(1.0, "factor of the anchor in decoding", "paper: 1", group="anchor", bound=">0")
     anchor_norm: bool = setting(True, "the anchor is the state after the final norm, as the embedding is",
                                 "the authors' code: after it; false takes the state before it", group="anchor")
+    anchor_sink: bool = setting(False, "an [EOS] stands before the anchor in decoding, where attention comes to rest",
+                                "paper: the anchor comes first", group="anchor")
+    word_dropout: float = setting(0.0, "share of the decoder's input tokens replaced by masked_with; all stay targets",
+                                  "Bowman et al. 2016, against latents that are not read; paper: none",
+                                  group="anchor", bound="[0,1)")
+    fade_steps: int = setting(0, "steps over which word_dropout and the weights of objectives beside anchor fall to 0; "
+                                 "0: they stay", "ours", group="anchor", bound=">=0")
     pairing: str = setting("own", "own: each query with its document; strangers: with another row's, a control",
                            "paper: own", ("own", "strangers"), group="anchor")
     masked_fraction: float = setting(0.2, "share of tokens masked", "LLM2Vec: 0.2", group="mntp", bound="(0,1]")
@@ -179,6 +186,11 @@ class Stage1(Training):
              "objective simcse needs noise; set attention_dropout=0.3, as LLM2Vec does"),
             (self.anchor_scale != 1 and not anchored, "anchor_scale needs the objective anchor"),
             (not self.anchor_norm and not anchored, "anchor_norm=false needs the objective anchor"),
+            (self.anchor_sink and not anchored, "anchor_sink needs the objective anchor"),
+            (self.word_dropout > 0 and not {"anchor", "lm"} & set(names),
+             "word_dropout needs an objective that decodes, anchor or lm"),
+            (self.fade_steps > 0 and not (self.word_dropout or len(names) > 1 and anchored),
+             "fade_steps needs something that fades: word_dropout, or an objective beside anchor"),
             (content and self.target_template, "target_template needs decode_from=sequence"),
             (content and self.hide_template, "hide_template needs decode_from=sequence")]
 

@@ -37,6 +37,7 @@ class ReconstructionStep:
     negatives = few_shot = 0
     def __init__(self, rules: ReconstructionRules, formatter: Formatter, budget: int): # budget: tokens of a piece
         self.formatter, self.budget, self.objectives = formatter, budget, make_objectives(rules, formatter)
+        self.fade_steps = rules.fade_steps
 
     def prepare(self, examples: list, number: int = 0, dataset: str = "",
                 shots: list = ()) -> dict: # objective -> its items
@@ -44,7 +45,7 @@ class ReconstructionStep:
         queries = self.formatter([e.query for e in examples], [e.instruction for e in examples])
         pairs = list(zip(queries, self.formatter([e.positive for e in examples],
                                                  [e.document_instruction for e in examples])))
-        return prepare_all(self.objectives, pairs, number)
+        return prepare_all(self.objectives, pairs, number, self.fade_steps)
 
     def run(self, model, items: dict, backward, sync, device) -> dict: # facts to log, the same on every rank
         "Leave the gradient of the global batch's loss in the model."
