@@ -78,9 +78,11 @@ class Objectives(nn.Module):
             head.requires_grad_(False)
 
     def forward(self, name: str, batch,
-                totals: Tensor | None = None): # (share, parts); of coupled objectives, [texts, hidden]
-        "A micro-batch's share of an objective's loss, or its vectors."
+                totals: Tensor | None = None,
+                work=None): # (lm, batch, objective) -> what is wanted instead of a loss
+        "A micro-batch's share of an objective's loss, (share, parts); of coupled objectives, its vectors."
         objective = self.objectives[name]
+        if work: return work(self.lm, batch, objective)
         return objective.embed(self.lm, batch) if objective.coupled else objective.loss(self.lm, batch, totals)
 
 # %% ../../nbs/losses/10_objectives.ipynb #1ddbaee2
