@@ -1068,6 +1068,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_nb/experiments/figures.py'),
                                                'anchor_nb.experiments.figures._task_line': ( 'experiments/figures.html#_task_line',
                                                                                              'anchor_nb/experiments/figures.py'),
+                                               'anchor_nb.experiments.figures.carried_curves': ( 'experiments/figures.html#carried_curves',
+                                                                                                 'anchor_nb/experiments/figures.py'),
                                                'anchor_nb.experiments.figures.early_points': ( 'experiments/figures.html#early_points',
                                                                                                'anchor_nb/experiments/figures.py'),
                                                'anchor_nb.experiments.figures.early_stage': ( 'experiments/figures.html#early_stage',
