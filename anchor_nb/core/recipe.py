@@ -195,7 +195,7 @@ class Stage1(Training):
             (self.anchor_scale != 1 and not anchored, "anchor_scale needs the objective anchor"),
             (not self.anchor_norm and not anchored, "anchor_norm=false needs the objective anchor"),
             (self.anchor_sink and not anchored, "anchor_sink needs the objective anchor"),
-            (self.carry_pairs == 1, "carry_pairs=1; give 0, or at least 2, since another anchor comes from another pair"),
+            (self.carry_pairs == 1, "carry_pairs=1; give 0, or at least 2: another anchor comes from another pair"),
             (self.until_carried > 0 and not (self.carry_pairs and self.carry_steps and anchored),
              "until_carried needs the objective anchor, carry_pairs and carry_steps"),
             (self.word_dropout > 0 and not {"anchor", "lm"} & set(names),

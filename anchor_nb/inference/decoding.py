@@ -177,7 +177,8 @@ def target_losses(embedder: AnchorEmbedder,
         visible = flat([[True]*(1 + before) + text.visible[:-1] for text in part], sum(sizes), bool).to(device)
         states = run_packed(trunk_of(embedder.lm), packed, embeddings, visible if rules.hide_template else None,
                             causal=True)
-        losses = row_losses(embedder.lm, states, flat([[eos]*before + text.ids for text in part], sum(sizes)).to(device))
+        targets = flat([[eos]*before + text.ids for text in part], sum(sizes)).to(device)
+        losses = row_losses(embedder.lm, states, targets)
         losses = [values[before:][text.targets] for text, values in zip(part, losses.cpu().split(sizes))]
         for n, values in zip(piece, losses): means[n] = values
     return means

@@ -85,8 +85,7 @@ def in_words(measured: dict, # direction -> `Carried`, or its fields as a dict
     for direction, values in measured.items():
         at = values if isinstance(values, Carried) else Carried(**values)
         recognised = f"{at.identified:.0%} of texts recognise it among {GROUP}"
-        if at.empty: lines.append(f"{NAMES[direction].capitalize()} nothing measurable: {at.gap:.2f} +- {at.margin:.2f} "
-                                  f"nats a text; {recognised}.")
-        else: lines.append(f"{NAMES[direction].capitalize()} {at.gap:.2f} +- {at.margin:.2f} nats of the "
-                           f"{at.none:.0f} that a text costs without; {recognised}.")
+        tells, gap = NAMES[direction].capitalize(), f"{at.gap:.2f} +- {at.margin:.2f}"
+        if at.empty: lines.append(f"{tells} nothing measurable: {gap} nats a text; {recognised}.")
+        else: lines.append(f"{tells} {gap} nats of the {at.none:.0f} that a text costs without; {recognised}.")
     return lines

@@ -14,6 +14,7 @@ from ..core.files import replace_folder
 from ..core.progress import progress
 from ..data.rows import Batch, Batches, examples, generator
 from ..losses.carry import carried, in_words, losses_behind
+from ..losses.objectives import to_device
 from ..runs.checkpoints import add_row
 
 # %% ../../nbs/training/05_callbacks.ipynb #f126f4ea
@@ -59,13 +60,14 @@ class Snapshots(TrainerCallback):
         replace_folder(part, final)
 
 # %% ../../nbs/training/05_callbacks.ipynb #f76ddf2b
-def kept_out(tables: dict, names: list, count: int, seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
+def kept_out(tables: dict, names: list, count: int,
+             seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
     "Take about `count` pairs out of the datasets in `names`, as many from each; ValueError where that is over a tenth."
     share, rest, kept = -(-count//len(names)), dict(tables), {}
     for name in names if count else ():
         if share*10 > len(tables[name]):
-            raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most a "
-                             "tenth out of training")
+            raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most "
+                             "a tenth out of training")
         order = generator("held out", seed, name).permutation(len(tables[name]))
         kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
     return rest, kept
@@ -94,8 +96,7 @@ class Carrying(TrainerCallback):
         if not ends and (not self.every or state.global_step % self.every): return
         trainer = self.trainer_of()
         model, anchor = trainer.model.eval(), trainer.model.objectives["anchor"]
-        to_device = lambda batch: type(batch)(*(part.to(args.device) if hasattr(part, "to") else part for part in batch))
-        run = lambda batch, shifts: model("anchor", to_device(batch), work=lambda lm, batch, anchor: losses_behind(
+        run = lambda batch, shifts: model("anchor", to_device(batch, args.device), work=lambda lm, batch, anchor: losses_behind(
             lm, batch, anchor, shifts)).cpu()
         with torch.no_grad(): measured = carried(run, anchor, self.pairs)
         model.train()
