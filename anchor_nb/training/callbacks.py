@@ -96,8 +96,9 @@ class Carrying(TrainerCallback):
         if not ends and (not self.every or state.global_step % self.every): return
         trainer = self.trainer_of()
         model, anchor = trainer.model.eval(), trainer.model.objectives["anchor"]
-        run = lambda batch, shifts: model("anchor", to_device(batch, args.device), work=lambda lm, batch, anchor: losses_behind(
-            lm, batch, anchor, shifts)).cpu()
+        def run(batch, shifts):
+            behind = lambda lm, batch, anchor: losses_behind(lm, batch, anchor, shifts)
+            return model("anchor", to_device(batch, args.device), work=behind).cpu()
         with torch.no_grad(): measured = carried(run, anchor, self.pairs)
         model.train()
         self.last = dict(step=state.global_step, pairs=len(self.pairs), trained_on=not self.fresh,
