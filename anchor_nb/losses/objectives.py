@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.distributed import all_reduce, world
 from ..data.prompts import pooling_tokens
 from ..models.pooling import pack_texts
-from .reconstruction import Anchor, DecodeRules
+from .reconstruction import Anchor, Blanks, DecodeRules
 from .llama2vec import Bags, Llara, llara_prompts
 from .causal_lm import LanguageModelling
 from .mntp import MaskedPrediction, mask_id
@@ -28,6 +28,8 @@ class ReconstructionRules(DecodeRules):
     pooling: str
     masked_fraction: float
     masked_with: str
+    word_dropout: float       # share of the decoder's input
+    fade_steps: int           # steps over which it and the weights beside anchor fall to 0; 0: they stay
     attention_dropout: float
     temperature: float        # of simcse
     global_batch: int
@@ -38,7 +40,9 @@ def make_objectives(rules: ReconstructionRules, formatter) -> list: # of (name, 
     "The objectives of stage I; anchor alone where none is named."
     tokenizer, layout = formatter.tokenizer, formatter.layout
     decoding = DecodeRules(**{f.name: getattr(rules, f.name) for f in fields(DecodeRules)})
-    whole = tokenizer.convert_tokens_to_ids(layout.eos), decoding, rules.alpha, rules.pooling
+    blank = mask_id(tokenizer, rules.masked_with) if rules.word_dropout else 0
+    blanks = Blanks(rules.word_dropout, blank, rules.fade_steps, rules.seed)
+    whole = tokenizer.convert_tokens_to_ids(layout.eos), decoding, rules.alpha, rules.pooling, blanks
     makers = dict(
         anchor=lambda: Anchor(*whole), lm=lambda: LanguageModelling(*whole),
         ebae=lambda: Bags("ebae", rules.pooling), ebar=lambda: Bags("ebar", rules.pooling),
@@ -54,9 +58,13 @@ def make_objectives(rules: ReconstructionRules, formatter) -> list: # of (name, 
 def prepare_all(objectives: list, # as `make_objectives` gives them
                 pairs: list,      # of (query, document), both `prompts.Tokens`, of this rank
                 step: int,        # number of the step
-               ) -> dict:         # name -> items
-    "What each objective makes of the pairs of a step."
-    return {name: objective.prepare(pairs, step) for name, objective, _ in objectives}
+                fade_steps: int = 0, # steps over which the weights beside anchor fall to 0; 0: they stay
+               ) -> dict:         # name -> (items, weight), of those with a weight over 0
+    "What each objective makes of the pairs of a step, and what it weighs there."
+    fading = {name for name, *_ in objectives} - {"anchor"} if any(name == "anchor" for name, *_ in objectives) else ()
+    left = max(0.0, 1 - step/fade_steps) if fade_steps else 1.0
+    weights = {name: weight*left if name in fading else weight for name, _, weight in objectives}
+    return {name: (objective.prepare(pairs, step), weights[name]) for name, objective, _ in objectives if weights[name]}
 
 # %% ../../nbs/losses/10_objectives.ipynb #32dd6926
 class Objectives(nn.Module):
@@ -70,9 +78,11 @@ class Objectives(nn.Module):
             head.requires_grad_(False)
 
     def forward(self, name: str, batch,
-                totals: Tensor | None = None): # (share, parts); of coupled objectives, [texts, hidden]
-        "A micro-batch's share of an objective's loss, or its vectors."
+                totals: Tensor | None = None,
+                work=None): # (lm, batch, objective) -> what is wanted instead of a loss
+        "A micro-batch's share of an objective's loss, (share, parts); of coupled objectives, its vectors."
         objective = self.objectives[name]
+        if work: return work(self.lm, batch, objective)
         return objective.embed(self.lm, batch) if objective.coupled else objective.loss(self.lm, batch, totals)
 
 # %% ../../nbs/losses/10_objectives.ipynb #1ddbaee2
@@ -124,10 +134,11 @@ def run_objectives(model, objectives: list, # the (wrapped) module, and what `ma
                    device) -> dict:
     "Leave the gradient of the global batch's loss in the model."
     facts, loss, tokens, largest = {}, 0, 0, 0
-    for k, (name, objective, weight) in enumerate(objectives, 1):
+    present = [(name, objective, *items[name]) for name, objective, _ in objectives if name in items]
+    for k, (name, objective, some, weight) in enumerate(present, 1):
         run = run_coupled if objective.coupled else run_pieces
-        parts, totals, count, most = run(model, name, objective, items[name], weight, cut, backward,
-                                         lambda last: sync(last and k == len(objectives)), device)
+        parts, totals, count, most = run(model, name, objective, some, weight, cut, backward,
+                                         lambda last: sync(last and k == len(present)), device)
         parts = dict(zip(objective.parts, all_reduce(parts).tolist()))
         facts |= parts | dict(zip(objective.counted, totals.tolist()))
         loss += weight*sum(objective.parts[part]*value for part, value in parts.items())

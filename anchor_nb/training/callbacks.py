@@ -7,9 +7,15 @@ __all__ = []
 
 # %% ../../nbs/training/05_callbacks.ipynb #f122de1b
 from pathlib import Path
+import numpy as np
+import torch
 from transformers import TrainerCallback
 from ..core.files import replace_folder
 from ..core.progress import progress
+from ..data.rows import Batch, Batches, examples, generator
+from ..losses.carry import carried, in_words, losses_behind
+from ..losses.objectives import to_device
+from ..runs.checkpoints import add_row
 
 # %% ../../nbs/training/05_callbacks.ipynb #f126f4ea
 class Progress(TrainerCallback):
@@ -52,3 +58,53 @@ class Snapshots(TrainerCallback):
         if not state.is_world_process_zero: return
         final.parent.mkdir(exist_ok=True)
         replace_folder(part, final)
+
+# %% ../../nbs/training/05_callbacks.ipynb #f76ddf2b
+def kept_out(tables: dict, names: list, count: int,
+             seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
+    "Take about `count` pairs out of the datasets in `names`, as many from each; ValueError where that is over a tenth."
+    share, rest, kept = -(-count//len(names)), dict(tables), {}
+    for name in names if count else ():
+        if share*10 > len(tables[name]):
+            raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most "
+                             "a tenth out of training")
+        order = generator("held out", seed, name).permutation(len(tables[name]))
+        kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
+    return rest, kept
+
+def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # name -> [rows]
+    "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
+    used = {name: np.zeros(batches.sizes[name], bool) for name in names}
+    for step in range(steps):
+        batch = batches(step)
+        used[batch.dataset][batch.rows] = True
+        if all(map(np.all, used.values())): break
+    share = -(-count//len(names))
+    pick = lambda name, left: generator("carry", batches.seed, name).permutation(left)[:share]
+    return {name: np.sort(pick(name, np.flatnonzero(~used[name]))) for name in names}
+
+# %% ../../nbs/training/05_callbacks.ipynb #bddce3ab
+class Carrying(TrainerCallback):
+    "Measure what anchors carry, on all ranks alike; end the run when that is enough."
+    def __init__(self, trainer_of, pairs: list, every: int, until: float, fresh: bool): # fresh: not trained on
+        self.trainer_of, self.pairs, self.every, self.until, self.fresh = trainer_of, pairs, every, until, fresh
+        self.last = None # the newest measurement, as a row
+
+    def on_step_end(self, args, state, control, **kwargs):
+        "Measure at every `every`-th step and at the last."
+        ends = state.global_step >= state.max_steps or control.should_training_stop
+        if not ends and (not self.every or state.global_step % self.every): return
+        trainer = self.trainer_of()
+        model, anchor = trainer.model.eval(), trainer.model.objectives["anchor"]
+        def run(batch, shifts):
+            behind = lambda lm, batch, anchor: losses_behind(lm, batch, anchor, shifts)
+            return model("anchor", to_device(batch, args.device), work=behind).cpu()
+        with torch.no_grad(): measured = carried(run, anchor, self.pairs)
+        model.train()
+        self.last = dict(step=state.global_step, pairs=len(self.pairs), trained_on=not self.fresh,
+                         **{direction: values._asdict() for direction, values in measured.items()})
+        if self.until and all(at.gap - at.margin >= self.until for at in measured.values()):
+            control.should_training_stop = True
+        if not state.is_world_process_zero: return
+        add_row(Path(args.output_dir)/"carried.jsonl", self.last)
+        print(f"step {state.global_step}:", *in_words(measured), flush=True)

@@ -37,14 +37,18 @@ class ReconstructionStep:
     negatives = few_shot = 0
     def __init__(self, rules: ReconstructionRules, formatter: Formatter, budget: int): # budget: tokens of a piece
         self.formatter, self.budget, self.objectives = formatter, budget, make_objectives(rules, formatter)
+        self.fade_steps = rules.fade_steps
+
+    def pairs(self, examples: list) -> list: # of (query, document), both `prompts.Tokens`
+        "The texts of examples as the model reads them."
+        queries = self.formatter([e.query for e in examples], [e.instruction for e in examples])
+        return list(zip(queries, self.formatter([e.positive for e in examples],
+                                                [e.document_instruction for e in examples])))
 
     def prepare(self, examples: list, number: int = 0, dataset: str = "",
                 shots: list = ()) -> dict: # objective -> its items
         "Format the pairs of step `number`."
-        queries = self.formatter([e.query for e in examples], [e.instruction for e in examples])
-        pairs = list(zip(queries, self.formatter([e.positive for e in examples],
-                                                 [e.document_instruction for e in examples])))
-        return prepare_all(self.objectives, pairs, number)
+        return prepare_all(self.objectives, self.pairs(examples), number, self.fade_steps)
 
     def run(self, model, items: dict, backward, sync, device) -> dict: # facts to log, the same on every rank
         "Leave the gradient of the global batch's loss in the model."

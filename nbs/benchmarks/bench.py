@@ -120,13 +120,13 @@ def stage1_way(way: str, pairs: list, repeats: int, profiled: bool = True, **set
     figures = timed(work, repeats)
     norm = torch.stack([p.grad.float().norm() for p in module.parameters()]).norm().item()
     loss = recipe.alpha*facts["loss_q2d"] + (1 - recipe.alpha)*facts["loss_d2q"]
-    lengths = [len(text.ids) for pair in batch["anchor"] for text in pair]
+    lengths = [len(text.ids) for pair in batch["anchor"][0] for text in pair]
     figures |= dict(loss=float(loss), gradient_norm=norm, tokens=sum(lengths), longest=max(lengths),
                     examples=len(pairs))
     if not profiled: return figures
     rate = matrix_rate(device, torch.bfloat16 if training_arguments(recipe).bf16 else module.lm.dtype)
     if way == OURS: figures["predicted_bytes"] = predicted(recipe, module, min(step.budget, sum(lengths)), "optimizer")
-    return figures | efficiency(way, recipe, batch["anchor"], closing(step.formatter),
+    return figures | efficiency(way, recipe, batch["anchor"][0], closing(step.formatter),
                                 statistics.median(figures["seconds"]), operator_share(work), rate)
 
 
@@ -236,7 +236,7 @@ def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then ca
     batch = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, inputs.recipe.steps)[0]
     own = dict(own_bytes=status("RssAnon")) if sys.platform == "linux" else {}
     return dict(own, seconds=[time.perf_counter() - start], before_bytes=before, peak_bytes=memory()[1],
-                examples=sum(map(len, inputs.tables.values())), first=len(batch["anchor"]))
+                examples=sum(map(len, inputs.tables.values())), first=len(batch["anchor"][0]))
 
 
 # ---- four benchmarks: each yields cases, and for each case the figures of every way ----

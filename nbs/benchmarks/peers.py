@@ -64,7 +64,7 @@ def decode_padded(lm,            # a causal language model with transformers' ow
 class PaddedStep(ReconstructionStep):
     "Stage I's step by four padded passes with full logits; same loss and gradient as its parent, in one process only."
     def run(self, model, items: dict, backward, sync, device) -> dict:  # facts to log, as the parent's
-        pairs, eos = items["anchor"], closing(self.formatter)
+        pairs, eos = items["anchor"][0], closing(self.formatter)
         totals = count_targets(pairs, DecodeRules(), eos)
         write = lambda source, target: decode_padded(model.lm, [pair[source].ids for pair in pairs],
                                                      [pair[target].content + [eos] for pair in pairs])

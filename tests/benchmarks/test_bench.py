@@ -78,7 +78,7 @@ def test_both_steps_count_the_tokens_they_run():
         items = step.prepare([Example(row["query"], row["positive"], [], "", "") for row in corpus_rows("toy", 12)])
         device = next(module.parameters()).device
         facts = step.run(module, items, torch.Tensor.backward, lambda last: nullcontext(), device)
-        assert facts["tokens"] == sum(map(sum, pass_lengths(items["anchor"], closing(step.formatter), padded)))
+        assert facts["tokens"] == sum(map(sum, pass_lengths(items["anchor"][0], closing(step.formatter), padded)))
 
 
 def test_a_peer_needs_a_hard_negative_in_each_example(tmp_path):

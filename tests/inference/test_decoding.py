@@ -74,7 +74,7 @@ def test_writing_is_the_training_pass_token_by_token(models, family, bidirection
                                               bidirectional=bidirectional, pooling="mean" if bidirectional else "")
     for rules in (DecodeRules(), DecodeRules(**AUTHORS)):
         anchors, given = anchors_of(embedder, embedder.formatter(TEXTS)), given_tokens(embedder, rules, "find it")
-        written = write(embedder, anchors, given, max_new_tokens=12, hide_given=rules.hide_template)
+        written = write(embedder, anchors, given, max_new_tokens=12, rules=rules)
         assert written == [step_by_step(embedder, anchor, given, 12, rules.hide_template) for anchor in anchors]
         assert len({tuple(ids) for ids in written}) > 1, "anchors make no difference, so this test sees nothing"
     assert embedder.lm.config.is_causal is not bidirectional and embedder.lm.generation_config.repetition_penalty == 3.0
