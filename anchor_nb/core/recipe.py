@@ -169,6 +169,21 @@ class Stage1(Training):
     anchor_scale: float = setting(1.0, "factor of the anchor in decoding", "paper: 1", group="anchor", bound=">0")
     anchor_norm: bool = setting(True, "the anchor is the state after the final norm, as the embedding is",
                                 "the authors' code: after it; false takes the state before it", group="anchor")
+    anchor_sink: bool = setting(False, "an [EOS] stands before the anchor in decoding, where attention comes to rest",
+                                "paper: the anchor comes first", group="anchor")
+    word_dropout: float = setting(0.0, "share of the decoder's input tokens replaced by masked_with; all stay targets",
+                                  "Bowman et al. 2016, against latents that are not read; paper: none",
+                                  group="anchor", bound="[0,1)")
+    fade_steps: int = setting(0, "steps over which word_dropout and the weights of objectives beside anchor fall to 0; "
+                                 "0: they stay", "ours", group="anchor", bound=">=0")
+    carry_steps: int = setting(200, "steps between measurements of what anchors carry; 0: only at the end",
+                               "ours: about 2 % of the time with 16 pairs a step", group="anchor", bound=">=0")
+    carry_pairs: int = setting(64, "pairs that it is measured on, such as the run never draws; 0: not measured",
+                               "ours", group="anchor", bound=">=0")
+    held_out: int = setting(0, "pairs kept out of training for that; 0: none, if the run leaves some undrawn",
+                            "ours", group="anchor", bound=">=0")
+    until_carried: float = setting(0.0, "stop once anchors carry at least so many nats a text in each direction; "
+                                        "0: at steps", "ours", group="anchor", bound=">=0")
     pairing: str = setting("own", "own: each query with its document; strangers: with another row's, a control",
                            "paper: own", ("own", "strangers"), group="anchor")
     masked_fraction: float = setting(0.2, "share of tokens masked", "LLM2Vec: 0.2", group="mntp", bound="(0,1]")
@@ -193,6 +208,14 @@ class Stage1(Training):
              "objective simcse needs noise; set attention_dropout=0.3, as LLM2Vec does"),
             (self.anchor_scale != 1 and not anchored, "anchor_scale needs the objective anchor"),
             (not self.anchor_norm and not anchored, "anchor_norm=false needs the objective anchor"),
+            (self.anchor_sink and not anchored, "anchor_sink needs the objective anchor"),
+            (self.carry_pairs == 1, "carry_pairs=1; give 0, or at least 2: another anchor comes from another pair"),
+            (self.until_carried > 0 and not (self.carry_pairs and self.carry_steps and anchored),
+             "until_carried needs the objective anchor, carry_pairs and carry_steps"),
+            (self.word_dropout > 0 and not {"anchor", "lm"} & set(names),
+             "word_dropout needs an objective that decodes, anchor or lm"),
+            (self.fade_steps > 0 and not (self.word_dropout or len(names) > 1 and anchored),
+             "fade_steps needs something that fades: word_dropout, or an objective beside anchor"),
             (content and self.target_template, "target_template needs decode_from=sequence"),
             (content and self.hide_template, "hide_template needs decode_from=sequence")]
 

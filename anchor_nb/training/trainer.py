@@ -23,7 +23,7 @@ from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
 from ..data.prompts import Formatter, pooling_tokens, save_layout
-from ..data.rows import Batches, load_pairs, strangers
+from ..data.rows import Batch, Batches, examples, load_pairs, strangers
 from ..data.tables import content_hash, find_sources
 from ..losses.distillation import check_scale
 from ..losses.infonce import Embedding
@@ -40,7 +40,7 @@ from ..runs.checkpoints import (add_row, check_apart, check_data, checkpoints, d
                                         locked, newest_checkpoint, number_of)
 from ..runs.fault_tolerance import BUDGET, Stopping, check_finite, halving, kept_budget, listening
 from ..runs.identity import engine_of, inputs_beside, settings_of
-from .callbacks import Progress, Snapshots, curves
+from .callbacks import Carrying, Progress, Snapshots, curves, kept_out, undrawn
 from .defaults import begun_with, decide, settings_in
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
@@ -152,6 +152,18 @@ def check_sizes(recipe: Training): # decided
         warnings.warn(f"warmup_steps={recipe.warmup_steps} does not end within steps={recipe.steps}, so the learning "
                       "rate stays below its peak; give fewer, or warmup_steps=-1 for the preset's share of the steps")
 
+# %% ../../nbs/training/08_trainer.ipynb #d2b6f8d2
+def measured_pairs(recipe, inputs, whole: dict, kept: dict) -> tuple: # (list of `Example`, not trained on?)
+    "The pairs on which stage I measures what anchors carry; whole: all rows, kept: numbers of those kept out."
+    count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
+    if not count: return [], True
+    rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count)
+    tables, fresh = whole if kept else inputs.tables, sum(map(len, rows.values())) >= 2
+    if not fresh: rows = undrawn(inputs.batches, 0, inputs.drawn, count)
+    pairs = [example for name in inputs.drawn
+             for example in examples(tables[name], Batch(name, rows[name], 0), inputs.instructions)]
+    return pairs if len(pairs) > 1 else [], fresh
+
 # %% ../../nbs/training/08_trainer.ipynb #7306b7d0
 class Inputs(Resolved):
     "A resolved recipe and all that its run reads, checked; ValueError or FileNotFoundError names place and fix."
@@ -161,10 +173,11 @@ class Inputs(Resolved):
         check_apart(type(recipe).__name__.lower(), dict(out=recipe.out, data=recipe.data, model=recipe.model,
                                                         guide=getattr(recipe, "guide", "")))
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
-        self.tables = load_pairs(recipe.data, columns=recipe.columns) # dataset -> its rows
+        self.tables = whole = load_pairs(recipe.data, columns=recipe.columns) # dataset -> its rows
+        self.drawn = [name for name in whole if recipe.ratios.get(name, 1) > 0] # the datasets that are used
+        self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed)
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
-        self.drawn = [name for name in self.tables if recipe.ratios.get(name, 1) > 0] # the datasets that are used
         drawn = {name: self.tables[name] for name in self.drawn or self.tables}
         recipe, self.why = decide(recipe, drawn, self.instructions) # why: empty if all was given
         self.recipe = recipe
@@ -172,9 +185,10 @@ class Inputs(Resolved):
         super().__init__(recipe)
         sizes = {name: len(table) for name, table in self.tables.items()}
         self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios) # step -> rows
-        self.data = {name: dict(sha256=content_hash(source), rows=sizes[name])
+        self.data = {name: dict(sha256=content_hash(source), rows=len(whole[name]))
                      for name, source in find_sources(recipe.data).items()} # for the manifest
         check_rows(self)
+        self.measured = measured_pairs(recipe, self, whole, kept) if self.stage == "stage1" else ([], True)
 
 def check_inputs(recipe: Training) -> Inputs:
     "Find whatever is wrong with a recipe or its data before anything is written."
@@ -390,6 +404,12 @@ class AnchorTrainer(WholeCheckpoints):
         if self.shared: # autocast as ever, but no DDP
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, device_placement=False,
                                                      evaluation_mode=True)
+        pairs, fresh = inputs.measured
+        self.carrying = None
+        if pairs:
+            self.carrying = Carrying(lambda: self, self.step.pairs(pairs), recipe.carry_steps, recipe.until_carried,
+                                     fresh)
+            self.add_callback(self.carrying)
         if "tensorboard" in recipe.trackers and args.process_index == 0: self.add_callback(curves(out, first))
         if getattr(recipe, "snapshot_steps", 0): self.add_callback(Snapshots(recipe.snapshot_steps, save, out))
 
@@ -465,7 +485,7 @@ def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None,
     "Train from the beginning or from a checkpoint, with a progress bar."
     out, first = Path(trainer.args.output_dir), trainer.train_dataset.first
     if trainer.is_world_process_zero():
-        for file in ("metrics.jsonl", "speed.jsonl"): keep_rows(out/file, last=first)
+        for file in ("metrics.jsonl", "speed.jsonl", "carried.jsonl"): keep_rows(out/file, last=first)
         for folder in (out/".writing", *[folder for folder in checkpoints(out) if number_of(folder) > first]):
             shutil.rmtree(folder, ignore_errors=True) # half written; damaged
     trainer.accelerator.wait_for_everyone()
@@ -498,6 +518,7 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
                  parameters=sum(p.numel() for p in module.parameters()),
                  trainable=sum(p.numel() for p in module.parameters() if p.requires_grad), last=trainer.facts,
                  forecast=expected)
+    if trainer.carrying: facts["carried"] = trainer.carrying.last
     with saving(out/".model", "the finished model", clean=trainer.is_world_process_zero()):
         write_model(module, inputs, save, out/".model")
         if trainer.is_world_process_zero():
