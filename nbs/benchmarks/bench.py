@@ -39,7 +39,8 @@ from anchor_nb.runs.ledger import append_rows
 from anchor_nb.runs.manifest import now
 from anchor_nb.runs.provenance import code_version, library_versions, machine
 from anchor_nb.training.flops import Shape
-from anchor_nb.training.memory import find_shape, matrix_rate, shape_of, stage1_flops
+from anchor_nb.training.flops import find_shape
+from anchor_nb.training.memory import matrix_rate, shape_of, stage1_flops
 from anchor_nb.training.memory import memory as parts_of
 from anchor_nb.training.steps import ReconstructionStep, Steps
 from anchor_nb.training.trainer import (AnchorTrainer, Resolved, build_model, check_inputs, planned, setup_of,
