@@ -156,7 +156,7 @@ CONFIGS = ("config.json", "adapter_config.json", "modules.json") # one of which 
 
 def holds_model(folder: Path) -> bool:
     "Whether a folder is that of a model or of an adapter."
-    return any((folder/name).is_file() for name in CONFIGS)
+    return any((folder/name).is_file() for name in (*CONFIGS, LAYOUT_FILE))
 
 def why_no_model(folder: Path) -> str: # what follows the folder's name
     "What a folder without a model is, and what to do."
