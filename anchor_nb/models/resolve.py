@@ -161,10 +161,10 @@ def holds_model(folder: Path) -> bool:
 def why_no_model(folder: Path) -> str: # what follows the folder's name
     "What a folder without a model is, and what to do."
     run = folder/"run.json"
-    facts = json.loads(run.read_text(encoding="utf-8")) if run.is_file() else {}
-    stage, resume = facts.get("stage", ""), facts.get("command") or "run its stage again"
+    facts = json.loads(run.read_text(encoding="utf-8") or "{}") if run.is_file() else {}
+    stage, resume = facts.get("stage", "a stage"), facts.get("command") or "run its stage again"
     if stage in ("prepare", "mine"): return f"is a run of {stage} and holds pairs; give it as data, and name a model"
-    if stage in ("stage1", "stage2"):
+    if run.is_file():
         return f"is a run of {stage} without a finished model ({facts.get('status')}); to resume it: {resume}"
     inside = sorted(str(entry) for entry in folder.glob("*") if (entry/"model").is_dir() or holds_model(entry))
     if inside: return f"holds no model; did you mean {' or '.join(inside[:3])}?"
