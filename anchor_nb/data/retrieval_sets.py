@@ -92,8 +92,8 @@ def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or w
     number = str(row[name]) if isinstance(row.get(name), (str, int)) else ""
     for field, fine in ((name, number), ("text", isinstance(text, str))):
         if not fine:
-            state = "neither text nor a number" if field == name else "not text"
-            if not row.get(field, ""): state = "missing" if field not in row else "empty" if row[field] == "" else state
+            kind = "neither text nor a number" if field == name else "not text"
+            state = "missing" if field not in row else "empty" if row[field] == "" else kind
             return number, "", f', field {field!r} is {state}; add "{field}": "..." to this line'
     return number, (str(row.get("title") or "") + " " + text).strip(), ""
 
