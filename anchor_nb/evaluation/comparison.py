@@ -207,7 +207,8 @@ def scoreboard_table(lines: list, # from `scoreboard`
     import pandas as pd
     names = ["score", "95 % interval", "to the best yardstick", "verdict"]
     table = pd.DataFrame([[line["task"], *cells_of(line)] for line in lines], columns=["task", "model", *names])
-    return table.set_index(["task", "model"] if table["task"].nunique() > 1 else "model")
+    if table["task"].nunique() > 1: return table.set_index(["task", "model"]).rename_axis([None, None])
+    return table.drop(columns="task").set_index("model").rename_axis(None)
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #ff6d8b91

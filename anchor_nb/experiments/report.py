@@ -335,8 +335,8 @@ def next_step(folder: Path,    # what the report is of
     trained = [label for label, manifest in manifests.items() if manifest.get("stage") in ("stage1", "stage2")]
     ours = next((line for line in board if line["model"] not in YARDSTICKS), None)
     if not ours:
-        return "Nothing of yours is scored here yet.", command("evaluate", Path(folder)/trained[-1] if trained else "MODEL",
-                                                               *exam)
+        model = Path(folder)/trained[-1] if trained else "MODEL"
+        return "Nothing of yours is scored here yet.", command("evaluate", model, *exam)
     last = ours["model"] if ours["model"] in manifests else trained[-1] if trained else ""
     if ours.get("verdict") == "better":
         return ("It beats the yardsticks, so search with it.",
@@ -365,7 +365,8 @@ body {{ font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: va
   margin: 2rem auto; padding: 0 1.2rem }}
 h1, h2, h3 {{ line-height: 1.25 }} h2 {{ margin-top: 2.6rem }}
 p, li {{ max-width: 46rem; overflow-wrap: anywhere }} img, svg {{ max-width: 100%; height: auto }}
-pre {{ background: var(--field); padding: .7rem; overflow-x: auto; border-radius: 4px }}
+pre {{ background: var(--field); padding: .7rem; border-radius: 4px; white-space: pre-wrap;
+  overflow-wrap: anywhere }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: 1rem 0; font-variant-numeric: tabular-nums }}
 table, th, td {{ border: 0 }}
 th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid var(--line) }}

@@ -161,7 +161,7 @@ def half_failed(tmp_path_factory):
     "Two tasks, one of which has an instruction too long for the length."
     folder = tmp_path_factory.mktemp("half")
     good, bad = write_set(folder/"good", "good"), write_set(folder/"bad", "bad", "word " * 200)
-    return folder, ["tiny", "--task", bad, "--task", good, "-p", "max_length=64", "--json"]
+    return folder, ["tiny", "--task", bad, "--task", good, "-p", "max_length=64", "-p", "yardsticks=[]", "--json"]
 
 
 def test_one_failing_task_is_reported_and_the_others_are_scored(half_failed):
@@ -189,7 +189,7 @@ def test_the_same_command_tries_only_what_is_missing(half_failed):
 
 
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
-    words = ["tiny", "--benchmark", "local-quick", "-p", "max_length=64"]
+    words = ["tiny", "--benchmark", "local-quick", "-p", "max_length=64", "-p", "yardsticks=[]"]
     process = warm.Popen([COMMAND, "evaluate", *words], cwd=tmp_path, stdout=warm.DEVNULL, stderr=warm.DEVNULL,
                          start_new_session=True)
     ledger, deadline = tmp_path/"runs/evaluate/ledger.jsonl", time.monotonic() + 300
