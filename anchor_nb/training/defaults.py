@@ -71,7 +71,7 @@ def kept(recipe: Training) -> dict: # setting -> value
     return {name: before[name] for name in recipe.left_open() if name in before and name not in anew}
 
 # %% ../../nbs/training/06_defaults.ipynb #9ad642dc
-LEAST = 50 # steps; with fewer, several passes over a small dataset
+LEAST = 100 # steps; with fewer, several passes over a small dataset
 
 def preset_of(recipe: Training) -> tuple: # (laptop or paper, why)
     "The preset that decides, and why it does."

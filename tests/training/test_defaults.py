@@ -1,4 +1,4 @@
-"""One set of defaults: the same from the command line, papermill, Python and training itself; a resumed run keeps it."""
+"One set of defaults, the same from the command line, papermill and Python; a resumed run keeps what was decided."
 import json
 
 import pytest
