@@ -240,6 +240,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.Command.parse_args': ('cli/app.html#command.parse_args', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.Shell': ('cli/app.html#shell', 'anchor_nb/cli/app.py'),
+                                   'anchor_nb.cli.app.Shell.__init__': ('cli/app.html#shell.__init__', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.Shell.command': ('cli/app.html#shell.command', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.answering': ('cli/app.html#answering', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.argument': ('cli/app.html#argument', 'anchor_nb/cli/app.py'),
