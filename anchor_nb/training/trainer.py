@@ -365,7 +365,8 @@ def make_step(inputs: Inputs, plan, out: Path):
     "The step, with the planned budget of tokens or what an earlier start that ran out of memory left."
     budget = of_first_rank(kept_budget(out, plan.micro_tokens))
     fewer = f"; {budget} tokens after memory ran out"*(budget < plan.micro_tokens)
-    if world()[0] == 0: print(plan.why.partition("; ")[0] + fewer, flush=True)
+    why = plan.why.partition("; ")[0] if plan.peak_bytes else plan.why # the forecast says what memory to expect
+    if world()[0] == 0: print(why + fewer, flush=True)
     kind = ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep
     return kind(inputs.rules, inputs.formatter, budget)
 
