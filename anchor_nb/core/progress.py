@@ -7,6 +7,7 @@ __all__ = ['running_shell', 'progress', 'announce']
 
 # %% ../../nbs/core/06_progress.ipynb #22499719
 import os, sys
+from pathlib import Path
 from tqdm.auto import tqdm as Auto
 from tqdm.std import tqdm
 
@@ -80,6 +81,8 @@ def progress(items=None,           # what to iterate over; None: the caller call
     return Bar(**how, miniters=1, dynamic_ncols=True) if shown == "bar" else Lines(**how, disable=shown == "off")
 
 # %% ../../nbs/core/06_progress.ipynb #6e1d0a02
-def announce(doing: str): # such as "reading pairs"
+def announce(doing: str,      # such as "reading pairs from"
+             what: str = ""): # a path or a name, of which the last two parts are shown
     "Write on stderr what is being done, in the first process only; nothing where progress is off."
-    if kind() != "off": print(f"{doing} ...", file=sys.stderr, flush=True)
+    parts = [doing, "/".join(Path(what).parts[-2:])]
+    if kind() != "off": print(*filter(None, parts), "...", file=sys.stderr, flush=True)
