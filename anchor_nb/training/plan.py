@@ -6,7 +6,7 @@
 __all__ = ['Machine', 'this_machine', 'Pairs', 'measure_pairs', 'report', 'table']
 
 # %% ../../nbs/training/09_plan.ipynb #09ba0002
-import math, os
+import math
 from dataclasses import asdict, dataclass, replace
 from ..core.presets import preset_folder
 from .flops import Shape, find_shape

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/training/07_probe.ipynb #7a0be002
 import copy, time
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 import torch
 from ..core.distributed import all_reduce, of_first_rank, world
 from ..losses.negatives import format_examples

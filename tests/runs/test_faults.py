@@ -174,7 +174,7 @@ def out_of_memory(monkeypatch, times):
     "The step fails so often for want of memory, each time its budget is still too large."
     left, before = [None]*times, ReconstructionStep.run
     def run(self, *args):
-        if left:
+        if left and self.budget <= 300: # the probe has no budget
             left.pop()
             raise torch.OutOfMemoryError("CUDA out of memory (as a test has it)")
         return before(self, *args)
