@@ -18,7 +18,7 @@ from .geometry import geometry, isotropic
 from ..runs.ledger import append_rows, write_json
 from ..data.packages import cache_dir
 from .compare import Settings, compare, digest
-from ..data.retrieval_sets import read_retrieval, relevant
+from ..data.retrieval_sets import read_retrieval, relevant, split_off, splits_of
 
 # %% ../../nbs/analysis/04_analyse.ipynb #de886b42
 class Sample(NamedTuple):
@@ -72,16 +72,16 @@ def row_at(place: str, raw) -> dict: # the row
 # %% ../../nbs/analysis/04_analyse.ipynb #7cbf20a0
 def rows_at(data: str) -> list: # of (place, row as read)
     "All rows of the data."
-    if (Path(data)/"qrels.tsv").is_file():
-        task = read_retrieval(Path(data))
+    if splits_of(Path(split_off(data)[0])):
+        task = read_retrieval(data)
         return [(f"{data}, query {query}", dict(query=task.queries[query], document=task.corpus[relevant(judged)[0]]))
                 for query, judged in task.qrels.items()]
     return [row for source in find_sources(data).values() for row in read_rows(source)]
 
 def name_of(data: str) -> str:
     "What the data is called in the ledger."
-    return (json.loads((Path(data)/"task.json").read_text(encoding="utf-8"))["name"]
-            if (Path(data)/"qrels.tsv").is_file() else "+".join(find_sources(data)))
+    judged = splits_of(Path(split_off(data)[0]))
+    return read_retrieval(data).name if judged else "+".join(find_sources(data))
 
 def draw(settings) -> Sample: # settings: an `Analyse`
     "Texts in an order that depends on the seed alone; FileNotFoundError or ValueError for data that cannot be read."

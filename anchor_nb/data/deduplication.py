@@ -14,7 +14,7 @@ import numpy as np
 from ..core.files import keep_apart, new_folder, write_text
 from .rows import load_pairs
 from .writers import check_target, ending, write_pairs
-from .retrieval_sets import read_retrieval, relevant
+from .retrieval_sets import read_retrieval, relevant, split_off
 
 # %% ../../nbs/data/07_deduplication.ipynb #73a544b4
 STOPS = re.compile(r"(?<=\w)\s*[.,;:!?]+(?=\s|$)") # after a word, before a space or the end
@@ -131,11 +131,11 @@ class EvaluationSet(NamedTuple):
     answers: dict    # query id -> ids of its documents
 
 # %% ../../nbs/data/07_deduplication.ipynb #2a52c152
-def read_test(folder: str,               # in the BEIR layout
+def read_test(folder: str,               # in the BEIR layout; may end in `:SPLIT`
               all_documents: bool = False, # include those that answer nothing
              ) -> EvaluationSet:
     "An evaluation set; FileNotFoundError or ValueError name the file and the fix."
-    task = read_retrieval(Path(folder))
+    task = read_retrieval(folder)
     answers = {query: relevant(judged) for query, judged in task.qrels.items()}
     wanted = task.corpus if all_documents else {number for numbers in answers.values() for number in numbers}
     documents = {number: text for number, text in task.corpus.items() if number in wanted}
@@ -244,7 +244,7 @@ def check_left(data: str, report: dict, tests: list): # report: dataset -> count
 def dedup_pairs(data: str,              # folder, file or hf:, as training reads it
                 out: str,               # folder for `pairs` and `report.json`
                 threshold: float = 0.8, # ours; over 1: equal rows only, and test texts contained as a whole
-                against: list = (),     # evaluation sets, folders in the BEIR layout
+                against: list = (),     # evaluation sets, folders in the BEIR layout, with an optional `:SPLIT`
                 # drop rows containing a test query, documents, all (either), pairs (a query with its answer), or none:
                 # only report
                 remove: str = "queries",
@@ -255,12 +255,12 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
     "Drop rows that repeat others or overlap with evaluation sets; ValueError or FileNotFoundError names the fix."
     from datasets import concatenate_datasets
     check_dedup(out, threshold, remove, format)
-    keep_apart(out, data=data, against=list(against))
+    keep_apart(out, data=data, against=[split_off(folder)[0] for folder in against])
     tests = [read_test(folder, all_documents) for folder in against]
     tables = load_pairs(data, columns=columns)
     if len({test.name for test in tests}) < len(tests):
-        raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one in "
-                         "its task.json")
+        raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one "
+                         "folder, or give its task.json another name")
     check_target(out, tables, format, ("report.json",))
     repeated = duplicates(concatenate_datasets(list(tables.values())), threshold)
     watch, seen, report, first = Watch(tests, min(threshold, 1.0)), [], {}, 0

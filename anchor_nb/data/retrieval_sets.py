@@ -7,10 +7,11 @@ __all__ = ['Retrieval', 'relevant', 'read_retrieval', 'draw', 'subset', 'as_task
            'clustering_task']
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #eb165c11
-import hashlib, json, re
-from dataclasses import dataclass
+import gzip, hashlib, json, re, warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
-from .tables import read_rows
+from ..core.names import near_paths
+from .tables import byte_lines, check_columns, format_of, read_json, read_rows, renamed
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #8a6eddb2
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Retrieval:
     corpus: dict      # document id -> text
     queries: dict     # query id -> text
     qrels: dict       # query id -> {document id: grade}; a grade over 0 is relevant
+    source: str = ""  # the file of judgements it was read from, if any
 
     def __post_init__(self):
         if self.queries.keys() != self.qrels.keys() or not self.queries:
@@ -38,85 +40,197 @@ def relevant(judged: dict, # document id -> grade
     "The documents with a grade above 0."
     return [document for document, grade in judged.items() if grade > 0]
 
+# %% ../../nbs/data/06_retrieval_sets.ipynb #b2f60d11
+class Faults:
+    "What is wrong with the files of a set, by kind: messages that differ in numbers and quoted texts only."
+    def __init__(self, folder: Path): self.folder, self.found = folder, {}
+
+    def add(self, message: str): self.found.setdefault(re.sub(r"\d+|'[^']*'", "", message), []).append(message)
+
+    def refuse(self, error: type = ValueError):
+        "Raise `error` with at most three faults of each kind, if there are any."
+        lines = []
+        for messages in self.found.values():
+            lines += messages[:3]
+            if len(messages) > 3: lines.append(f"and {len(messages) - 3} more like the last one")
+        if len(lines) == 1:
+            raise error(lines[0])
+        if lines:
+            raise error(f"{self.folder} has {sum(map(len, self.found.values()))} faults:\n" + ";\n".join(lines))
+
+# %% ../../nbs/data/06_retrieval_sets.ipynb #f1c3a8b5
+def rows_at(path: Path, columns: dict = {}): # columns: our name -> theirs; -> of (location, row or its ValueError)
+    "The rows of a table; those of JSONL go on after a faulty line."
+    ours = lambda row: renamed(row, {name: named for name, named in columns.items() if named in row}) if isinstance(
+        row, dict) else row
+    if format_of(path)[0] not in (".jsonl", ".ndjson"):
+        yield from ((place, ours(row)) for place, row in read_rows(str(path)))
+        return
+    for number, line in byte_lines(path):
+        if not line.strip(): continue
+        try: yield f"{path}, line {number}", ours(read_json(line, path, number))
+        except ValueError as error: yield f"{path}, line {number}", error
+
 # %% ../../nbs/data/06_retrieval_sets.ipynb #6729b5cd
 def read_texts(path: Path,             # corpus.jsonl or queries.jsonl
                empty_allowed: bool,    # a document may be empty, a query may not
+               faults: Faults,         # receives what is wrong
+               columns: dict = {},     # our name -> theirs
               ) -> dict:               # id -> title and text joined
-    "The texts of a BEIR file by id; ValueError names file, line, field and fix."
+    "The texts of a BEIR file by id."
     texts = {}
-    for place, row in read_rows(str(path)):
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}: not a JSON object; write {{...}} on each line")
-        for name in ("_id", "text"):
-            if not isinstance(row.get(name), str):
-                state = "not text" if name in row else "missing"
-                raise ValueError(f'{place}, field {name!r} is {state}; add "{name}": "..." to this line')
-        if row["_id"] in texts:
-            raise ValueError(f"{place}, field '_id' repeats {row['_id']!r}; make ids unique")
-        text = (str(row.get("title") or "") + " " + row["text"]).strip()
-        if not text and not empty_allowed:
-            raise ValueError(f"{place}, field 'text' is empty; fill it or remove the line")
-        texts[row["_id"]] = text
+    for place, row in rows_at(path, columns):
+        number, text, fault = id_and_text(row)
+        if not fault and number in texts: fault = f", field '_id' repeats {number!r}; make ids unique"
+        if not fault and not text and not empty_allowed: fault = ", field 'text' is empty; fill it or remove the line"
+        if fault: faults.add(str(row) if isinstance(row, ValueError) else place + fault)
+        if number: texts.setdefault(number, text)
     return texts
 
+def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or what else the line held
+    "The parts of a line."
+    if not isinstance(row, dict): return "", "", ": not a JSON object; write {...} on each line"
+    name, text = "_id" if "_id" in row or "id" not in row else "id", row.get("text")
+    number = str(row[name]) if isinstance(row.get(name), (str, int)) else ""
+    for field, fine in ((name, number), ("text", isinstance(text, str))):
+        if not fine:
+            state = "neither text nor a number" if field == name else "not text"
+            if row.get(field) in (None, ""): state = "missing"
+            return number, "", f', field {field!r} is {state}; add "{field}": "..." to this line'
+    return number, (str(row.get("title") or "") + " " + text).strip(), ""
+
 # %% ../../nbs/data/06_retrieval_sets.ipynb #6a75b367
-def read_qrels(path: Path,      # qrels.tsv with its header line
+def read_qrels(path: Path,      # a table of judgements
                queries: dict,   # query id -> text
                corpus: dict,    # document id -> text
+               faults: Faults,  # receives what is wrong
               ) -> dict:        # query id -> {document id: grade}, judged queries only
-    "The judgements of a BEIR folder; ValueError names file, line, field and fix."
-    try: lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: {error}; save the file as UTF-8") from None
-    if lines[0].split("\t") != ["query-id", "corpus-id", "score"]:
-        raise ValueError(f"{path}, line 1: no header; begin with query-id, corpus-id, score, separated by tabs")
+    "The judgements of one split."
     qrels = {}
-    for number, line in enumerate(lines[1:], 2):
-        if not line.strip(): continue
-        cells, place = line.split("\t"), f"{path}, line {number}"
-        if len(cells) != 3:
-            raise ValueError(f"{place}: {len(cells)} fields; write query-id, corpus-id and score, separated by tabs")
-        query, document, grade = cells
-        if query not in queries:
-            raise ValueError(f"{place}, field 'query-id' names unknown query {query!r}; add it to queries.jsonl or "
-                             "remove the line")
-        if document not in corpus:
-            raise ValueError(f"{place}, field 'corpus-id' names unknown document {document!r}; add it to corpus.jsonl "
-                             "or remove the line")
-        try: qrels.setdefault(query, {})[document] = int(grade)
-        except ValueError:
-            raise ValueError(f"{place}, field 'score' is {grade!r}; give a whole number") from None
+    try: text = (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        faults.add(f"{path}: {error}; save the file as UTF-8")
+        return qrels
+    rows = [(number, line.split("\t" if "\t" in line else None)) for number, line in enumerate(text.split("\n"), 1)
+            if line.strip()]
+    if rows and len(rows[0][1]) in (3, 4) and grade_of(rows[0][1][-1]) is None: del rows[0] # a header
+    for number, cells in rows:
+        if fault := fault_of(cells, queries, corpus):
+            faults.add(f"{path}, line {number}{fault}")
+        else: qrels.setdefault(cells[0], {})[cells[-2]] = grade_of(cells[-1])
     return qrels
 
+def grade_of(cell: str) -> int | None: # None if it is no whole number
+    "A grade, also where it is written as 1.0."
+    try: grade = float(cell)
+    except ValueError: return None
+    return int(grade) if grade.is_integer() else None
+
+def fault_of(cells: list, queries: dict, corpus: dict) -> str: # empty if nothing is wrong
+    "What is wrong with a line of judgements."
+    if len(cells) not in (3, 4):
+        return f": {len(cells)} fields; write query-id, corpus-id and score, separated by tabs"
+    if cells[0] not in queries:
+        return f", field 'query-id' names unknown query {cells[0]!r}; add it to the queries or remove the line"
+    if cells[-2] not in corpus:
+        return f", field 'corpus-id' names unknown document {cells[-2]!r}; add it to the corpus or remove the line"
+    return "" if grade_of(cells[-1]) is not None else f", field 'score' is {cells[-1]!r}; give a whole number"
+
+# %% ../../nbs/data/06_retrieval_sets.ipynb #8d5be7f0
+def split_off(folder: str) -> tuple: # (folder, split; empty: not asked for)
+    "A folder and the split that its name asks for, as in `my/exam:dev`."
+    path, _, split = str(folder).rpartition(":")
+    return (path, split) if path and not Path(folder).exists() else (str(folder), "")
+
+def set_in(folder: Path) -> Path: # the same, or its only evaluation set
+    "The evaluation set that a run of prepare, or a corpus, stands for; ValueError where it has several."
+    if texts_file(folder, "corpus") or not (folder/"eval").is_dir(): return folder
+    inside = [path for path in (folder/"eval", *sorted((folder/"eval").iterdir())) if texts_file(path, "corpus")]
+    if len(inside) > 1:
+        raise ValueError(f"{folder} holds several evaluation sets; name one: {', '.join(map(str, inside))}")
+    return inside[0] if inside else folder
+
+def texts_file(folder: Path, name: str) -> Path | None: # name: corpus or queries
+    "The file of texts in a folder, if there is one."
+    return next((path for form in (".jsonl", ".jsonl.gz", ".parquet", ".jsonl.zst", ".csv", ".tsv")
+                 if (path := Path(folder)/(name + form)).is_file()), None)
+
+def splits_of(folder: Path) -> dict: # split -> file of judgements
+    "The judgements of a folder."
+    tables = lambda pattern: [path for path in sorted(folder.glob(pattern))
+                              if re.search(r"\.(tsv|txt)(\.gz)?$", path.name)]
+    beside = {"test": path for path in tables("qrels.*")[:1]}
+    return beside | {path.name.partition(".")[0]: path for path in tables("qrels/*")}
+
+# %% ../../nbs/data/06_retrieval_sets.ipynb #a7719c3e
+def choose_split(folder: Path, split: str, faults: Faults) -> str: # split: empty where none was asked for
+    "The split to read; empty if it is not there."
+    splits = splits_of(folder)
+    if split in splits or not splits: return split
+    if not split and ("test" in splits or len(splits) == 1): return "test" if "test" in splits else next(iter(splits))
+    wanted = repr(split or "test")
+    faults.add(f"{folder} has no split {wanted}; there are {', '.join(splits)}, choose one as {folder}:{next(iter(splits))}")
+    return ""
+
 # %% ../../nbs/data/06_retrieval_sets.ipynb #662e911c
-def read_retrieval(folder: Path,   # holds corpus.jsonl, queries.jsonl, qrels.tsv, task.json
+def read_retrieval(folder: Path,   # holds corpus.jsonl, queries.jsonl and judgements; may end in `:SPLIT`
+                   columns: dict = {}, # columns of text, title, id, and of the queries' text, such as {query: frage}
                   ) -> Retrieval:
-    "The task of a folder; FileNotFoundError or ValueError name the file and the fix."
-    folder = Path(folder)
-    for name in ("corpus.jsonl", "queries.jsonl", "qrels.tsv", "task.json"):
-        if not (folder/name).is_file():
-            raise FileNotFoundError(f"{folder/name} is missing; an evaluation set is a folder with corpus.jsonl, "
-                                    "queries.jsonl, qrels.tsv and task.json, as the stage notebook prepare writes it")
-    task = read_task(folder/"task.json")
-    corpus, queries = read_texts(folder/"corpus.jsonl", True), read_texts(folder/"queries.jsonl", False)
-    qrels = {q: judged for q, judged in read_qrels(folder/"qrels.tsv", queries, corpus).items() if relevant(judged)}
-    if not qrels:
-        raise ValueError(f"{folder/'qrels.tsv'}: no query has a relevant document; give at least one score over 0")
-    return Retrieval(task["name"], task["instruction"], corpus, {q: queries[q] for q in qrels}, qrels)
+    "The task of a folder; FileNotFoundError or ValueError name all that is wrong with it, and the fix."
+    names = {"_id" if ours == "id" else ours: named
+             for ours, named in check_columns(columns, ("text", "title", "id", "query")).items()}
+    asked = names | dict(text=names.get("query", names.get("text")))
+    place, wanted = split_off(folder)
+    place = set_in(Path(place))
+    faults = Faults(place)
+    split = choose_split(place, wanted, faults)
+    check_present(place, faults)
+    qrels_file = splits_of(place)[split]
+    corpus = read_texts(texts_file(place, "corpus"), True, faults, names)
+    queries = read_texts(texts_file(place, "queries"), False, faults, asked)
+    judged = read_qrels(qrels_file, queries, corpus, faults)
+    name, instruction = read_task(place/"task.json", place, split, faults)
+    qrels = {query: grades for query, grades in judged.items() if relevant(grades)}
+    if not qrels and not faults.found:
+        faults.add(f"{qrels_file}: no query has a relevant document; give at least one score over 0")
+    faults.refuse()
+    if len(splits_of(place)) == 1 and (left := [query for query in queries if query not in qrels]):
+        warnings.warn(f"{qrels_file}: {len(left)} of {len(queries)} queries have no relevant document and are left "
+                      f"out, {left[0]} first")
+    return Retrieval(name, instruction, corpus, {query: queries[query] for query in qrels}, qrels, str(qrels_file))
+
+# %% ../../nbs/data/06_retrieval_sets.ipynb #d04e9a57
+def check_present(folder: Path, faults: Faults): # faults: found so far
+    "FileNotFoundError when the folder or one of its files is missing, ValueError for other faults."
+    if not folder.is_dir():
+        near = " or ".join(near_paths(folder))
+        fix = f"did you mean {near}?" if near else "give a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv"
+        raise FileNotFoundError(f"{folder} is missing; {fix}")
+    missing = [f"{name}.jsonl" for name in ("corpus", "queries") if not texts_file(folder, name)]
+    if not splits_of(folder): missing.append("qrels/test.tsv")
+    for name in missing[:-1]: faults.add(f"{folder/name} is missing")
+    if missing:
+        faults.add(f"{folder/missing[-1]} is missing; an evaluation set is a folder with corpus.jsonl, queries.jsonl "
+                   "and qrels/test.tsv, or qrels.tsv beside them")
+    faults.refuse(FileNotFoundError if missing else ValueError)
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #8a8cb914
-def read_task(path: Path) -> dict: # name, instruction, and what else is there
-    "task.json; ValueError names the field and the fix."
+def read_task(path: Path, folder: Path, split: str, faults: Faults) -> tuple: # path: task.json, which may be missing
+    "(name, instruction) of a set: those of its task.json, else its folder's name and no instruction."
+    suffix = f"-{split}" if split != "test" else ""
+    if not path.is_file(): return folder.resolve().name + suffix, ""
     try: task = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error}); write one JSON object") from None
+        faults.add(f"{path}: not valid JSON ({error}); write one JSON object, or remove the file")
+        return "", ""
     for name in ("name", "instruction"):
         if not isinstance(task, dict) or not isinstance(task.get(name), str):
-            raise ValueError(f"{path}, field {name!r} is missing or not text; add it")
+            faults.add(f"{path}, field {name!r} is missing or not text; add it")
+            return "", ""
     if not task["name"].strip(". ") or re.search(r"[/\\\0]", task["name"]):
-        raise ValueError(f"{path}, field 'name' is {task['name']!r}; files are named after it, so leave out slashes "
+        faults.add(f"{path}, field 'name' is {task['name']!r}; files are named after it, so leave out slashes "
                          "and give it a letter")
-    return task
+    return task["name"] + suffix, task["instruction"]
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #5344ab80
 def draw(ids,         # any ids
@@ -141,10 +255,9 @@ def subset(task: Retrieval,   # the full task
     others = [document for document in task.corpus if document not in needed]
     fill = draw(others, max(0, documents - len(needed)), seed) if documents > len(needed) or not documents else []
     corpus = needed.union(fill)
-    return Retrieval(task.name, task.instruction,
-                     {d: text for d, text in task.corpus.items() if d in corpus},
-                     {q: text for q, text in task.queries.items() if q in kept},
-                     {q: {d: g for d, g in task.qrels[q].items() if d in corpus} for q in task.queries if q in kept})
+    return replace(task, corpus={d: text for d, text in task.corpus.items() if d in corpus},
+                   queries={q: text for q, text in task.queries.items() if q in kept},
+                   qrels={q: {d: g for d, g in task.qrels[q].items() if d in corpus} for q in task.queries if q in kept})
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #f918d594
 def revision(*parts) -> str: # parts that JSON can hold
@@ -200,6 +313,9 @@ def as_task(retrieval: Retrieval,     # the task in memory
         qrels = {query: dict(judged) for query, judged in retrieval.qrels.items()}
         return {"default": {"test": dict(corpus=table(retrieval.corpus), queries=table(retrieval.queries),
                                          top_ranked=candidates, relevant_docs=qrels)}}
+    if retrieval.source:
+        read = f"{len(retrieval.queries)} queries of {retrieval.source}, {len(retrieval.corpus)} documents"
+        about = dict(description=read) | about
     data = revision(retrieval.corpus, retrieval.queries, retrieval.qrels, candidates, retrieval.instruction)
     score, kind = ("ndcg_at_10", {}) if candidates is None else ("map_at_1000", dict(type="Reranking"))
     return make_task("Retrieval", retrieval.name, fill, data, score, retrieval.instruction, kind | about,

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Iterator
 from ..core.files import RECORD, damage, seal
+from ..core.names import near_paths, product_of
 
 # %% ../../nbs/data/00_tables.ipynb #d3525e3c
 def open_zst(path): # -> a binary file
@@ -127,12 +128,6 @@ BROKEN = {"unexpected end of data": "a quote that opens in this row is never clo
           "field larger than": "a cell is longer than 16 million characters: a quote is never closed",
           "expected after": "text follows a closing quote"} # in the csv module's message -> what is wrong
 
-def csv_error(path, line: int, error: csv.Error):
-    "Raise ValueError in place of the csv module's own error."
-    wrong = next((words for text, words in BROKEN.items() if text in str(error)), str(error))
-    raise ValueError(f"{path}, line {line}: {wrong}; put quotes around a text with quotes in it, and write each of "
-                     "those twice") from None
-
 def header_of(cells: list, path, line: int) -> list: # of names; "" for a column that is not read
     "The names of the columns; ValueError for a name that occurs twice."
     names = [cell.strip() for cell in cells]
@@ -144,7 +139,6 @@ def row_of(header: list, cells: list) -> dict: # column -> text, or None where t
     "A row of a file that has nothing but text."
     return {name: cell if cell.strip() else None for name, cell in zip(header, cells) if name}
 
-# %% ../../nbs/data/00_tables.ipynb #fc30bb4a
 def csv_records(path) -> Iterator: # of (number of its first line, cells, the delimiter)
     "The records of a delimited file that are not blank."
     lines = (decoded(line, path, number) for number, line in byte_lines(path))
@@ -156,7 +150,10 @@ def csv_records(path) -> Iterator: # of (number of its first line, cells, the de
     while True:
         line = reader.line_num + 1
         try: cells = next(reader, None)
-        except csv.Error as error: csv_error(path, line, error)
+        except csv.Error as error:
+            wrong = next((words for text, words in BROKEN.items() if text in str(error)), str(error))
+            raise ValueError(f"{path}, line {line}: {wrong}; put quotes around a text with quotes in it, and write "
+                             "each of those twice") from None
         if cells is None: return
         if any(cell.strip() for cell in cells): yield line, cells, delimiter
 
@@ -301,7 +298,6 @@ def renamed(raw, columns: dict, required: tuple = ()): # columns: our name -> th
         elif named in raw: row[ours] = raw[named]
     return row
 
-# %% ../../nbs/data/00_tables.ipynb #377ea74d
 def check_columns(columns: dict, known: tuple) -> dict: # the same
     "ValueError for a mapping that names a field we do not have, or no field of theirs."
     fits = lambda named: named is None or all(isinstance(name, str) for name in listed(named)) and named != []
@@ -346,8 +342,7 @@ def check_name(file):
 
 def refuse_foreign(file: Path):
     "ValueError for a file whose rows cannot be read."
-    name = file.name.lower().removesuffix(format_of(file)[1])
-    if name.endswith((*FOREIGN, *PACKED, *(suffix + packed for suffix in (".parquet", ".xlsx") for packed in PACKED))):
+    if file.name.lower().endswith((*FOREIGN, *PACKED)) and not format_of(file)[0]:
         check_name(file)
         raise ValueError(f"{file} is in a format whose rows cannot be read; unpack it or save it as one of {FORMATS}, "
                          "or move it away")
@@ -389,6 +384,7 @@ def find_sources(data: str, # a folder, a file, a saved dataset with an optional
                 ) -> dict:  # dataset name -> source
     "The datasets of `data`, by name and in alphabetical order."
     check_name(data)
+    data = product_of(data)
     if data.startswith("hf:"): return {data.split("/")[-1].partition(":")[0]: data}
     whole, _, split = (data, "", "") if Path(data).exists() else data.partition(":")
     path = Path(whole)
@@ -397,8 +393,9 @@ def find_sources(data: str, # a folder, a file, a saved dataset with an optional
         refuse_foreign(path)
         raise ValueError(f"{path} is no table that can be read; save it as one of {FORMATS}")
     if not path.is_dir():
-        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a table ({FORMATS}), a folder of "
-                                "them, or hf:org/name for a dataset on the hub")
+        near = f"did you mean {' or '.join(near_paths(data))}?" if near_paths(data) else (
+            f"give a table ({FORMATS}), a folder of them, or hf:org/name for a dataset on the hub")
+        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; {near}")
     if (path/"dataset_dict.json").is_file(): return {path.name: str(saved_splits(path, split))}
     if split:
         raise ValueError(f"{path} is no DatasetDict, so it has no split {split}; leave out :{split}")

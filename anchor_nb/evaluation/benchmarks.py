@@ -6,13 +6,13 @@
 __all__ = ['names', 'find_tasks', 'check_data', 'instructions_for', 'instructions_id']
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #d2e02b49
-import copy, difflib, hashlib, json, logging, re, warnings
+import copy, hashlib, json, logging, re, warnings
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 
-from ..models.resolve import hub_configured
+from ..core.names import hub_has, near_names, near_paths
 from ..data.tables import content_hash
 from ..core.recipe import paper
 
@@ -39,9 +39,8 @@ def names() -> dict: # name -> one sentence
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #6ed3cdcd
 def nearest(name: str, known) -> str: # "; did you mean 'A' or 'B'?" or a full stop
     "The end of an error message: known names like this one."
-    by_lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(repr(by_lower[other]) for other in close)}?" if close else "."
+    close = near_names(name, known, 0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #b86ab470
 def benchmark_tasks(name: str) -> list: # one of `names()` -> mteb's task objects
@@ -64,19 +63,21 @@ def english_tasks() -> dict: # name -> task, with the subsets of the benchmark
     "The tasks of both English benchmarks, the first version's where both have one."
     return {task.metadata.name: task for name in ("mteb-v2", "paper56") for task in benchmark_tasks(name)}
 
-def find_task(name: str, # name of a task, or a folder
+def find_task(name: str, # name of a task, or a folder, with an optional `:SPLIT`
+              columns: dict = {}, # of a folder, see `read_retrieval`
               **cut):    # queries, documents and seed of `tasks.subset`, for a folder
     "One mteb task; ValueError offers the nearest names."
     from mteb.get_tasks import TASK_LIST, get_task
     from anchor_nb.evaluation.local_suite import LOCAL, local_task
-    from anchor_nb.data.retrieval_sets import as_task, read_retrieval, subset
+    from anchor_nb.data.retrieval_sets import as_task, read_retrieval, split_off, subset
     known = [cls.metadata.name for cls in TASK_LIST]
     if name in LOCAL: return local_task(name)
     if name in known: return english_tasks().get(name) or get_task(name)
-    if Path(name).is_dir() or re.search(r"[/\\]", name): return as_task(subset(read_retrieval(Path(name)), **cut))
+    if Path(split_off(name)[0]).is_dir() or re.search(r"[/\\]", name):
+        return as_task(subset(read_retrieval(name, columns), **cut))
     if name in names():
         raise ValueError(f"{name!r} is a benchmark and no task; ask for it as the benchmark")
-    raise ValueError(f"There is no task {name!r}{nearest(name, [*LOCAL, *known])} A task is a name of mteb, one of "
+    raise ValueError(f"There is no task {name!r}{nearest(name, [*near_paths(name), *LOCAL, *known])} A task is a name of mteb, one of "
                      f"{', '.join(LOCAL)}, or a folder with corpus.jsonl")
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #c25735cc
@@ -153,7 +154,7 @@ def use_local_copies(tasks: list,           # of mteb
 def find_tasks(benchmark: str = "",        # one of `names()`; empty: none
                tasks: list = (),           # names of tasks, or folders in BEIR layout
                data_root: str | Path = "", # copies of data sets; empty: none
-               **cut,                      # queries, documents and seed to cut folders with
+               **cut,                      # queries, documents and seed to cut folders with; their columns
               ) -> list:                   # of mteb's task objects
     "What to evaluate on; ValueError for unknown names, and for names given twice."
     if not benchmark and not tasks:
@@ -224,13 +225,15 @@ def check_data(tasks: list,                # what `find_tasks` gave
               ) -> None:
     "Check before a model is loaded that every task has its data; ValueError lists the folders it could be in."
     every = [leaf for task in tasks for leaf in leaves(task)]
-    missing = [] if hub_configured() else [leaf for leaf in every if not at_hand(leaf)]
-    if missing:
+    missing = [leaf for leaf in every if not at_hand(leaf)]
+    there = hub_has(missing[0].metadata.dataset["path"], "dataset") if missing else True
+    if not there:
+        fault = "the hub does not answer" if there is None else "the hub does not have the first"
         lines = [f"  {leaf.metadata.name}: {Path(data_root or 'DATA_ROOT')/leaf.metadata.dataset['path']}"
                  for leaf in missing]
-        raise ValueError(f"{len(lines)} of {len(every)} data sets are not on this machine, and no hub is in use. Copy "
-                         "them into these folders and give --data-root,\n"
-                         "or set ANCHOR_NB_HUB=1 (and not HF_HUB_OFFLINE) to fetch them:\n" + "\n".join(lines))
+        raise ValueError(f"{len(lines)} of {len(every)} data sets are not on this machine, and {fault} (HF_HUB_OFFLINE "
+                         "forbids asking, HF_ENDPOINT names a mirror). Connect this machine, or copy them into these "
+                         "folders and give --data-root DATA_ROOT:\n" + "\n".join(lines))
     for leaf in every:
         if is_local(leaf) or Path(leaf.metadata.dataset["path"]).is_dir(): check_filled(leaf)
 

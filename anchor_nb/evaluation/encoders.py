@@ -10,7 +10,8 @@ import hashlib, json
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
-from ..models.resolve import BUILT_MODELS, MODELS, hub_configured
+from ..core.names import hub_has
+from ..models.resolve import BUILT_MODELS, MODELS, find_model, spellings
 from ..data.prompts import LAYOUT_FILE
 from ..models.loading import KINDS, WHOLE_BEGINNING, kind_of, json_or_empty
 from ..runs.identity import ENGINE, engine_of
@@ -65,16 +66,19 @@ def checkpoints(source: str,            # run folder, model folder, hub id or sh
     return [*early, (last, str(folder/"model"), str(manifest))]
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #196c2cd0
+def built_as(source: str) -> str: # a short name; empty for anything else
+    "The name of a model that this package builds, which need not be built yet."
+    short = spellings().get(source.lower())
+    return short if short in BUILT_MODELS and not Path(source).is_dir() else ""
+
 def has_file(source: str, name: str) -> bool: # source: a folder, hub id or short name
-    "Whether a model has a file: on this disk or, where a hub is configured, there."
+    "Whether a model has a file: on this disk, in the hub's cache or on the hub."
     from huggingface_hub import file_exists, try_to_load_from_cache
-    if Path(source).is_dir(): return (Path(source)/name).is_file()
-    if source in BUILT_MODELS and not hub_configured(): return name == "modules.json" and source == "minilm"
-    known = MODELS.get(source, source)
-    if known.count("/") != 1: return False
-    if isinstance(try_to_load_from_cache(known, name), str): return True
-    try: return file_exists(known, name)
-    except Exception: return False # no hub: `weights_of` says so
+    if short := built_as(source): return name == "modules.json" and short == "minilm"
+    place = find_model(source)
+    if Path(place).is_dir(): return (Path(place)/name).is_file()
+    if isinstance(try_to_load_from_cache(place, name), str): return True
+    return bool(hub_has(place)) and file_exists(place, name)
 
 def library_of(source: str) -> str:
     "Which library loads a model: sentence-transformers what it wrote itself, ours the rest."
@@ -110,6 +114,8 @@ def candidates(models: dict,           # label -> source, list of sources, or di
 # %% ../../nbs/evaluation/03_encoders.ipynb #89454ef2
 def of_one(label: str, options: dict, snapshots: bool) -> list: # of `Candidate`
     "The candidates of one source."
+    if "bm25" not in (options["model"], options.get("library")) and not built_as(options["model"]):
+        find_model(options["model"])
     given, chosen = {name: options[name] for name in OPTIONS[2:] if options.get(name) not in ("", None)}, []
     for step, source, manifest in checkpoints(options["model"], snapshots):
         library = options.get("library") or ("anchor_nb" if given.keys() & set(OURS) else library_of(source))

@@ -24,6 +24,7 @@ from ..core.redaction import without_secrets
 from ..data.prompts import Prompt
 from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines,
                                    read_json, renamed, slice_rows)
+from ..data.retrieval_sets import set_in, texts_file
 from ..runs.checkpoints import locked
 from ..runs.identity import ENGINE
 from ..runs.launch import already_launched, find_node, launch, usable_gpus
@@ -81,8 +82,7 @@ class Piece(NamedTuple):
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     "The files of a corpus; of a BEIR folder its documents alone."
-    beir = Path(corpus)/"corpus.jsonl"
-    if beir.is_file(): return [str(beir)]
+    if beir := texts_file(set_in(Path(corpus)), "corpus"): return [str(beir)]
     try: return list(find_sources(corpus).values())
     except FileNotFoundError as error:
         raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None

@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 import numpy as np
 from ..data.corpora import CORPORA, build_corpus
-from ..data.retrieval_sets import read_retrieval, relevant
+from ..data.retrieval_sets import read_retrieval, relevant, splits_of, texts_file
 
 # %% ../../nbs/release/06_serving.ipynb #7ed7f18a
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def find_corpus(corpus: str) -> Corpus: # corpus: what `search.open_index` takes
         raise ValueError(f"{corpus} contains embeddings and no texts to show; give the corpus itself, and --keep for "
                          "its embeddings")
     check_corpus(str(path))
-    if not (path/"task.json").is_file(): return Corpus(str(path), path.stem)
+    if not splits_of(path) or not texts_file(path, "queries"): return Corpus(str(path), path.stem)
     task = read_retrieval(path)
     short = [text for text in task.queries.values() if len(text) <= LONGEST]
     judged = tuple((task.queries[key], frozenset(relevant(grades))) for key, grades in task.qrels.items())

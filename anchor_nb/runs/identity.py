@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from .. import __version__
 from ..data.tables import content_hash
+from ..data.retrieval_sets import split_off
 from ..core.settings import identity
 from ..core.redaction import without_secrets
 
@@ -37,9 +38,10 @@ def run_content(path: str) -> str: # sha256; empty for a hub id or a short name
 
 def files_content(path: str) -> str: # sha256, of a dataset with its name before it; empty where nothing is there
     "Files as a stage reads them: a dataset is named after its file, and the name chooses instruction and ratio."
-    place, content = Path(path), content_at(path)
-    alone = place.is_file() or (place/"state.json").is_file()
-    return f"{place.name} {content}" if content and alone else content
+    folder, split = split_off(path)
+    place, content = Path(folder), content_at(folder)
+    if content and (place.is_file() or (place/"state.json").is_file()): content = f"{place.name} {content}"
+    return f"{content}:{split}" if content and split else content
 
 CONTENT = dict(
     model=model_content,

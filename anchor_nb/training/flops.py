@@ -82,11 +82,10 @@ def find_shape(model: str) -> Shape: # a name of `SHAPES`, a short name, folder 
     name = known.get(model.lower(), model.lower())
     if name in SHAPES and not Path(model).is_dir(): return SHAPES[name]
     from transformers import AutoConfig
-    from anchor_nb.models.resolve import resolve_model
-    try: config = AutoConfig.from_pretrained(resolve_model(model))
+    from anchor_nb.models.resolve import find_model
+    try: config = AutoConfig.from_pretrained(find_model(model))
     except OSError as error:
-        raise FileNotFoundError(f"{model}: no folder, no short name, none of {', '.join(SHAPES)}, and not to be had "
-                                f"from a hub ({str(error).splitlines()[0]})") from None
+        raise FileNotFoundError(f"the sizes of {', '.join(SHAPES)} are known, and {str(error).splitlines()[0]}") from None
     return shape_of(config)
 
 # %% ../../nbs/training/00_flops.ipynb #a0538d79

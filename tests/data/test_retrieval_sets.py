@@ -1,5 +1,6 @@
 "Retrieval sets: cuts of many generated ones, malformed files, and the mteb tasks made from them."
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -62,9 +63,9 @@ def test_a_folder_is_read_as_it_is(folder):
     ("queries.jsonl", '{"_id": "q1", "text": "  "}\n', "queries.jsonl, line 1, field 'text' is empty"),
     ("queries.jsonl", "[1]\n", "queries.jsonl, line 1: not a JSON object"),
     ("queries.jsonl", "", "unknown query"),
-    ("qrels.tsv", "", "qrels.tsv, line 1: no header"),
+    ("qrels.tsv", "", "no query has a relevant document"),
     ("qrels.tsv", "query-id\tcorpus-id\tscore\n", "no query has a relevant document"),
-    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1 d1 1\n", "qrels.tsv, line 2: 1 fields"),
+    ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1,d1,1\n", "qrels.tsv, line 2: 1 fields"),
     ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\td1\t1.5\n", "qrels.tsv, line 2, field 'score'"),
     ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\tnone\t1\n", "unknown document 'none'"),
     ("task.json", "{", "task.json: not valid JSON"),
@@ -77,10 +78,87 @@ def test_a_malformed_file_is_named_with_line_and_field(folder, name, content, me
     assert message in str(error.value) and str(folder) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels.tsv", "task.json"])
+@pytest.mark.parametrize("name", ["corpus.jsonl", "queries.jsonl", "qrels.tsv"])
 def test_a_missing_file_is_named(folder, name):
     (folder/name).unlink()
-    with pytest.raises(FileNotFoundError, match=name): read_retrieval(folder)
+    with pytest.raises(FileNotFoundError, match="test.tsv" if "qrels" in name else name): read_retrieval(folder)
+
+
+# ---- what others ship ----
+
+ROWS = dict(corpus=[dict(_id="d1", title="T", text="one"), dict(_id="2", title="", text="two")],
+            queries=[dict(_id="q1", text="first"), dict(_id="q2", text="second")])
+HEADED = "query-id\tcorpus-id\tscore\n"
+TABLES = {"qrels/test.tsv": HEADED + "q1\td1\t1\nq2\t2\t0\nq2\td1\t2\n",
+          "qrels.tsv": "q1\td1\t1\nq2\t2\t0\nq2\td1\t2\n", "qrels.txt": "q1 0 d1 1\nq2 0 2 0\nq2 0 d1 2",
+          "qrels/dev.tsv": "q1\t0\td1\t1.0\nq2\t0\t2\t0.0\nq2\t0\td1\t2.0\n",
+          "qrels/test.tsv.gz": "\ufeff" + HEADED.replace("-", "_") + "q1\td1\t1\r\nq2\t2\t0\r\nq2\td1\t2\r\n"}
+
+
+def write_beir(folder, form=".jsonl", qrels="qrels/test.tsv"):
+    "A set as others ship it: no task.json."
+    import gzip
+    from datasets import Dataset
+    (folder/"qrels").mkdir(parents=True)
+    for name, rows in ROWS.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if form == ".jsonl.numbers": text = text.replace('"2"', "2").replace("_id", "id")
+        if form == ".parquet": Dataset.from_list(rows).to_parquet(folder/f"{name}.parquet")
+        elif form == ".jsonl.gz": (folder/f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        else: (folder/f"{name}.jsonl").write_text(text)
+    content = TABLES[qrels].encode()
+    (folder/qrels).write_bytes(gzip.compress(content) if qrels.endswith(".gz") else content)
+    return folder
+
+
+@pytest.mark.parametrize("form", [".jsonl", ".jsonl.gz", ".parquet", ".jsonl.numbers"])
+@pytest.mark.parametrize("qrels", TABLES)
+def test_standard_folders_need_no_task_json(tmp_path, form, qrels):
+    task = read_retrieval(write_beir(tmp_path/"exam", form, qrels))
+    assert (task.corpus, task.queries) == ({"d1": "T one", "2": "two"}, {"q1": "first", "q2": "second"})
+    assert task.qrels == {"q1": {"d1": 1}, "q2": {"2": 0, "d1": 2}} and task.instruction == ""
+    assert task.name == ("exam-dev" if "dev" in qrels else "exam") and task.source.endswith(qrels)
+
+
+def test_the_split_is_test_or_the_only_one_or_asked_for(tmp_path):
+    folder = write_beir(tmp_path/"exam")
+    (folder/"qrels/dev.tsv").write_text(HEADED + "q1\td1\t1\n")
+    assert [list(read_retrieval(f"{folder}{split}").queries) for split in ("", ":test", ":dev")] == [
+        ["q1", "q2"], ["q1", "q2"], ["q1"]]
+    (folder/"qrels/test.tsv").rename(folder/"qrels/train.tsv")
+    with pytest.raises(ValueError, match=f"has no split 'test'; there are dev, train, choose one as {folder}:dev"):
+        read_retrieval(folder)
+    with pytest.raises(ValueError, match="has no split 'tset'; there are dev, train"): read_retrieval(f"{folder}:tset")
+
+
+def test_all_faults_come_in_one_message(tmp_path):
+    folder = write_beir(tmp_path/"exam")
+    more = {"corpus.jsonl": '{"_id": "d1", "text": "again"}\n{"_id": "d3"}\n{"_id"\n',
+            "queries.jsonl": '{"_id": "q3", "text": " "}\n',
+            "qrels/test.tsv": "".join(f"q1\tx{n}\t1\n" for n in range(20)) + "q9\td1\t1\n"}
+    for name, text in more.items():
+        with open(folder/name, "a") as file: file.write(text)
+    with pytest.raises(ValueError) as error: read_retrieval(folder)
+    text = str(error.value)
+    assert text.startswith(f"{folder} has 25 faults:") and text.count("unknown document") == 3
+    for part in ("corpus.jsonl, line 3, field '_id' repeats 'd1'", "corpus.jsonl, line 4, field 'text' is missing",
+                 "corpus.jsonl, line 5: not valid JSON", "queries.jsonl, line 3, field 'text' is empty",
+                 "and 17 more like the last one", "qrels/test.tsv, line 25, field 'query-id' names unknown query 'q9'"):
+        assert part in text
+    for name in ("corpus.jsonl", "queries.jsonl"): (folder/name).unlink()
+    with pytest.raises(FileNotFoundError) as error: read_retrieval(folder)
+    assert all(f"{name} is missing" in str(error.value) for name in ("corpus.jsonl", "queries.jsonl"))
+
+
+def test_queries_without_judgements_are_told_only_where_there_is_one_split(tmp_path):
+    folder = write_beir(tmp_path/"exam")
+    (folder/"qrels/test.tsv").write_text("q1\td1\t1\n")
+    with pytest.warns(UserWarning, match="1 of 2 queries have no relevant document and are left out, q2 first"):
+        read_retrieval(folder)
+    (folder/"qrels/dev.tsv").write_text("q2\td1\t1\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(read_retrieval(folder).queries) == ["q1"]
 
 
 # ---- tasks of mteb ----

@@ -20,7 +20,7 @@ ROWS = [dict(query="Wie heißt\ndas Haus?", positive='Das "Haus"; es heißt so.'
 def written(path):
     "The rows in the format that the suffix of `path` names."
     table, lines = pandas.DataFrame(ROWS), "".join(json.dumps(row) + "\n" for row in ROWS)
-    name = path.name
+    name = path.name.lower()
     if name.startswith("list"): lines = json.dumps(ROWS, indent=1)
     if name.startswith("held"): lines = json.dumps(dict(version=1, rows=ROWS))
     if ".csv" in name: lines = table.to_csv(index=False, sep=";" if name.startswith("german") else ",")

@@ -18,7 +18,6 @@ from anchor_nb.core.recipe import paper
 def offline(monkeypatch, tmp_path):
     "No hub, and no conversions of `datasets` from an earlier test: it would serve them for files that have changed."
     import datasets
-    monkeypatch.delenv("ANCHOR_NB_HUB", raising=False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path/"datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -153,10 +152,17 @@ def test_missing_data_names_the_folders_that_would_do(tmp_path):
             and not any("STS17" in line for line in lines))
 
 
-def test_with_a_hub_nothing_is_missing(monkeypatch):
-    monkeypatch.setenv("ANCHOR_NB_HUB", "1")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    check_data(find_tasks("paper15"))
+def test_the_hub_is_asked_once_for_what_is_missing(monkeypatch):
+    asked, answers = [], [True, None, False]
+    def hub_has(name, kind):
+        asked.append((name, kind))
+        return answers.pop(0)
+    monkeypatch.setattr(benchmarks, "hub_has", hub_has)
+    tasks = find_tasks("paper15")
+    check_data(tasks)
+    with pytest.raises(ValueError, match="are not on this machine, and the hub does not answer"): check_data(tasks)
+    with pytest.raises(ValueError, match="and the hub does not have the first"): check_data(tasks)
+    assert asked == [(leaves(tasks[0])[0].metadata.dataset["path"], "dataset")]*3
 
 
 def test_what_datasets_has_converted_needs_no_hub(tmp_path):
@@ -226,14 +232,21 @@ def test_a_folder_is_a_task(tmp_path):
     folder = tmp_path/"mine"
     write(folder/"corpus.jsonl", [{"_id": f"d{i}", "text": text} for i, text in enumerate(WORDS)])
     write(folder/"queries.jsonl", [{"_id": "q", "text": "moon"}])
-    (folder/"qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td2\t1\n", encoding="utf-8")
-    (folder/"task.json").write_text(json.dumps(dict(name="Mine", instruction="")), encoding="utf-8")
-    tasks = find_tasks(tasks=[str(folder)])
+    for split in ("test", "dev"): write(folder/f"qrels/{split}.tsv", [])
+    (folder/"qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td2\t1\n", encoding="utf-8")
+    (folder/"qrels/dev.tsv").write_text("q 0 d3 1\n", encoding="utf-8")
+    tasks = find_tasks(tasks=[str(folder), f"{folder}:dev"])
     check_data(tasks)
-    assert evaluate(tasks[0]).get_score() == 1
-    for source in ("paper", "mteb", "none"): assert instructions_for(tasks, source) == {"Mine": ""}
+    assert (names(tasks), evaluate(tasks[0]).get_score()) == (["mine", "mine-dev"], 1)
+    assert tasks[0].metadata.description == f"1 queries of {folder}/qrels/test.tsv, {len(WORDS)} documents"
+    for source in ("paper", "mteb", "none"): assert instructions_for(tasks[:1], source) == {"mine": ""}
+    table = tmp_path/"instructions.yaml"
+    table.write_text("mine: Find it\n", encoding="utf-8")
+    assert instructions_for(tasks[:1], table) == {"mine": "Find it"}
     (folder/"corpus.jsonl").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match="qrels.tsv"): find_tasks(tasks=[str(folder)])
+    with pytest.raises(ValueError, match="qrels/test.tsv"): find_tasks(tasks=[str(folder)])
+    with pytest.raises(FileNotFoundError, match=f"nime is missing; did you mean {folder}"):
+        find_tasks(tasks=[str(tmp_path/"nime")])
     with pytest.raises(FileNotFoundError, match="is missing"): find_tasks(tasks=[str(tmp_path/"nowhere")])
     with pytest.raises(FileNotFoundError, match="--data-root holds copies"):
         find_tasks(tasks=["SciFact"], data_root=tmp_path/"nowhere")

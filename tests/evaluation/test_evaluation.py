@@ -139,7 +139,9 @@ def write_set(folder, name, instruction=""):
     (folder/"corpus.jsonl").write_text(lines({"_id": f"d{n}", "title": "", "text": f"{word} {name}"}
                                              for n, word in enumerate(WORDS)))
     (folder/"queries.jsonl").write_text(lines({"_id": f"q{n}", "text": word} for n, word in enumerate(WORDS[:3])))
-    (folder/"qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{n}\td{n}\t1\n" for n in range(3)))
+    (folder/"qrels").mkdir()
+    (folder/"qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{n}\td{n}\t1\n" for n in range(3)))
+    if not instruction: return str(folder)
     (folder/"task.json").write_text(json.dumps(dict(name=name, instruction=instruction, license="CC0",
                                                     source="made up")))
     return str(folder)
@@ -158,7 +160,7 @@ def main_rows(folder):
 def half_failed(tmp_path_factory):
     "Two tasks, one of which has an instruction too long for the length."
     folder = tmp_path_factory.mktemp("half")
-    good, bad = write_set(folder/"good", "good", "Find it"), write_set(folder/"bad", "bad", "word " * 200)
+    good, bad = write_set(folder/"good", "good"), write_set(folder/"bad", "bad", "word " * 200)
     return folder, ["tiny", "--task", bad, "--task", good, "-p", "max_length=64", "--json"]
 
 
@@ -169,6 +171,7 @@ def test_one_failing_task_is_reported_and_the_others_are_scored(half_failed):
     assert result.returncode == 1 and "bad: FAILED, ValueError: max_length=64: the instruction" in result.stderr
     assert last["mean"] is None and last["tasks"]["bad"] is None and 0 <= last["tasks"]["good"] <= 1
     assert len(last["failed"]) == 1 and "tiny, step 0, bad" in last["failed"][0]
+    assert "good (Retrieval): no instruction" in result.stderr and "3 queries of" in result.stderr
     assert main_rows(folder) == [("tiny", "good")]
 
 
@@ -211,6 +214,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     (["tiny", "--task", "SciFact"], "mteb/scifact"),
     (["tiny"], "tasks and benchmark are empty"),
     (["no/such/model", "--benchmark", "local-quick"], "no model folder"),
+    (["tyni", "--benchmark", "local-quick"], "did you mean tiny?"),
 ])
 def test_bad_input_is_named_before_a_model_is_loaded(tmp_path, words, message):
     result = evaluate(tmp_path, *words)
