@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Iterator
 import numpy as np
-from .tables import cached_table, check_columns, content_hash, find_sources, open_table, read_rows, renamed
+from .tables import (PARSING, cached_table, check_columns, code_hash, content_hash, find_sources,
+                                   open_table, read_rows)
 
 # %% ../../nbs/data/01_rows.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # field names of the query, in order of preference
@@ -190,8 +191,8 @@ def missing_files(names) -> list: # names of absent files
 def parser_version() -> str:
     "Changes when the code that reads a row does."
     parts = (parse_row, as_text, as_texts, pick_field, teacher_scores, open_table, check_unicode, is_number,
-             check_scores, read_rows, renamed, query_instruction, document_instruction)
-    return hashlib.sha256(b"".join(part.__code__.co_code for part in parts)).hexdigest()
+             check_scores, query_instruction, document_instruction)
+    return code_hash(*parts, *PARSING)
 
 def row_features(): # -> datasets.Features
     "The types of the columns of `FEATURES`."

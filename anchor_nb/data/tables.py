@@ -237,49 +237,6 @@ def content_hash(source: str) -> str: # sha256, or the fingerprint that `dataset
              if not any(part.startswith(".") for part in name.parts)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-# %% ../../nbs/data/00_tables.ipynb #d0b239de
-def cached_table(source: str, key: dict, rows, features, cache_dir=None): # -> datasets.Dataset
-    "The table of `rows(**key)`, made once for each `key`; a damaged one is rebuilt, with a warning."
-    import datasets
-    from filelock import FileLock
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE)/"anchor_nb"/name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if folder.exists() and (wrong := damage(folder)):
-            if (folder/RECORD).exists(): warnings.warn(f"the cached table of {source} is damaged; rebuilding: {wrong}")
-            shutil.rmtree(folder)
-        try:
-            table = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(folder), gen_kwargs=key)
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise error.__cause__ or error from None
-        if not (folder/RECORD).exists(): seal(folder)
-    return table
-
-# %% ../../nbs/data/00_tables.ipynb #f9f850f3
-READERS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows,
-           ".xlsx": sheet_rows} # suffix -> function of a path -> (place in the file, row) of all rows
-
-def stored(source: str): # -> datasets.Dataset with a column `place` and one `row`, as JSON
-    "The rows of a file by number."
-    import datasets
-    suffix = format_of(source)[0]
-    def made(source, suffix, content):
-        for where, row in READERS[suffix](source): yield dict(place=where, row=json.dumps(row))
-    features = datasets.Features(place=datasets.Value("string"), row=datasets.Value("string"))
-    return cached_table(source, dict(source=source, suffix=suffix, content=content_hash(source)), made, features)
-
-def indexed(source: str): # -> datasets.Dataset
-    "The rows of a source by number: its own table, or what is `stored` of a file that has none."
-    return stored(source) if format_of(source)[0] in READERS else open_table(source)
-
-def slice_rows(source: str, first: int, rows: int) -> Iterator: # of (location, row as read)
-    "Some rows of a source that is not JSONL, by number."
-    packed = format_of(source)[0] in READERS
-    for number, row in enumerate(indexed(source).select(range(first, first + rows)), first):
-        if packed: yield f"{source}, {row['place']}", json.loads(row["row"])
-        else: yield f"{source}, row {number}", row
-
 # %% ../../nbs/data/00_tables.ipynb #4a8be488
 def listed(named) -> list:
     "What `columns` gives a field, as a list."
@@ -308,6 +265,55 @@ def check_columns(columns: dict, known: tuple) -> dict: # the same
         if not fits(named):
             raise ValueError(f"columns gives {ours} the name {named!r}; give the name of a column, or a list of names")
     return columns
+
+# %% ../../nbs/data/00_tables.ipynb #d0b239de
+def cached_table(source: str, key: dict, rows, features, cache_dir=None): # -> datasets.Dataset
+    "The table of `rows(**key)`, made once for each `key`; a damaged one is rebuilt, with a warning."
+    import datasets
+    from filelock import FileLock
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE)/"anchor_nb"/name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.exists() and (wrong := damage(folder)):
+            if (folder/RECORD).exists(): warnings.warn(f"the cached table of {source} is damaged; rebuilding: {wrong}")
+            shutil.rmtree(folder)
+        try:
+            table = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(folder), gen_kwargs=key)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None
+        if not (folder/RECORD).exists(): seal(folder)
+    return table
+
+# %% ../../nbs/data/00_tables.ipynb #f9f850f3
+READERS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows,
+           ".xlsx": sheet_rows} # suffix -> function of a path -> (place in the file, row) of all rows
+PARSING = (json_lines, json_rows, rows_within, csv_records, csv_rows, row_of, sheet_rows, renamed)
+
+def code_hash(*parts) -> str: # parts: functions
+    "Changes when the code of some functions does."
+    return hashlib.sha256(b"".join(part.__code__.co_code for part in parts)).hexdigest()
+
+def stored(source: str): # -> datasets.Dataset with a column `place` and one `row`, as JSON
+    "The rows of a file by number."
+    import datasets
+    suffix = format_of(source)[0]
+    def made(source, suffix, content, code):
+        for where, row in READERS[suffix](source): yield dict(place=where, row=json.dumps(row))
+    features = datasets.Features(place=datasets.Value("string"), row=datasets.Value("string"))
+    key = dict(source=source, suffix=suffix, content=content_hash(source), code=code_hash(*PARSING))
+    return cached_table(source, key, made, features)
+
+def indexed(source: str): # -> datasets.Dataset
+    "The rows of a source by number: its own table, or what is `stored` of a file that has none."
+    return stored(source) if format_of(source)[0] in READERS else open_table(source)
+
+def slice_rows(source: str, first: int, rows: int) -> Iterator: # of (location, row as read)
+    "Some rows of a source that is not JSONL, by number."
+    packed = format_of(source)[0] in READERS
+    for number, row in enumerate(indexed(source).select(range(first, first + rows)), first):
+        if packed: yield f"{source}, {row['place']}", json.loads(row["row"])
+        else: yield f"{source}, row {number}", row
 
 # %% ../../nbs/data/00_tables.ipynb #6eea6989
 def read_rows(source: str,         # a file, a folder saved by `datasets`, or hf:org/name with an optional :split
