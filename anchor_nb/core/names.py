@@ -75,9 +75,10 @@ def ask_hub(name: str, kind: str, seconds: float, answers: list): # answers: rec
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import get_session, validate_repo_id
     login = {"authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    address = f"{constants.ENDPOINT}/api/{kind}s/{name}"
     try:
         validate_repo_id(name)
-        status = get_session().get(f"{constants.ENDPOINT}/api/{kind}s/{name}", headers=login, timeout=seconds).status_code
+        status = get_session().get(address, headers=login, timeout=seconds).status_code
     except HFValidationError: answers.append(False)
     except Exception: return # no network, or HF_HUB_OFFLINE
     else:

@@ -94,8 +94,8 @@ def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or w
     number = str(row[name]) if isinstance(row.get(name), (str, int)) else ""
     for field, fine in ((name, number), ("text", isinstance(text, str))):
         if not fine:
-            state = "neither text nor a number" if field == name else "not text"
-            if row.get(field) in (None, ""): state = "missing"
+            kind = "neither text nor a number" if field == name else "not text"
+            state = "missing" if field not in row else "empty" if row[field] == "" else kind
             return number, "", f', field {field!r} is {state}; add "{field}": "..." to this line'
     return number, (str(row.get("title") or "") + " " + text).strip(), ""
 
@@ -152,8 +152,8 @@ def set_in(folder: Path) -> Path: # the same, or its only evaluation set
 
 def texts_file(folder: Path, name: str) -> Path | None: # name: corpus or queries
     "The file of texts in a folder, if there is one."
-    return next((path for form in (".jsonl", ".jsonl.gz", ".parquet", ".jsonl.zst", ".csv", ".tsv")
-                 if (path := Path(folder)/(name + form)).is_file()), None)
+    files = (Path(folder)/(name + form) for form in (".jsonl", ".jsonl.gz", ".parquet", ".jsonl.zst", ".csv", ".tsv"))
+    return next(filter(Path.is_file, files), None)
 
 def splits_of(folder: Path) -> dict: # split -> file of judgements
     "The judgements of a folder."
@@ -169,7 +169,8 @@ def choose_split(folder: Path, split: str, faults: Faults) -> str: # split: empt
     if split in splits or not splits: return split
     if not split and ("test" in splits or len(splits) == 1): return "test" if "test" in splits else next(iter(splits))
     wanted = repr(split or "test")
-    faults.add(f"{folder} has no split {wanted}; there are {', '.join(splits)}, choose one as {folder}:{next(iter(splits))}")
+    faults.add(f"{folder} has no split {wanted}; there are {', '.join(splits)}, choose one as "
+               f"{folder}:{next(iter(splits))}")
     return ""
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #662e911c
@@ -255,9 +256,9 @@ def subset(task: Retrieval,   # the full task
     others = [document for document in task.corpus if document not in needed]
     fill = draw(others, max(0, documents - len(needed)), seed) if documents > len(needed) or not documents else []
     corpus = needed.union(fill)
-    return replace(task, corpus={d: text for d, text in task.corpus.items() if d in corpus},
-                   queries={q: text for q, text in task.queries.items() if q in kept},
-                   qrels={q: {d: g for d, g in task.qrels[q].items() if d in corpus} for q in task.queries if q in kept})
+    asked = {q: text for q, text in task.queries.items() if q in kept}
+    return replace(task, corpus={d: text for d, text in task.corpus.items() if d in corpus}, queries=asked,
+                   qrels={q: {d: g for d, g in task.qrels[q].items() if d in corpus} for q in asked})
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #f918d594
 def revision(*parts) -> str: # parts that JSON can hold

@@ -77,8 +77,9 @@ def find_task(name: str, # name of a task, or a folder, with an optional `:SPLIT
         return as_task(subset(read_retrieval(name, columns), **cut))
     if name in names():
         raise ValueError(f"{name!r} is a benchmark and no task; ask for it as the benchmark")
-    raise ValueError(f"There is no task {name!r}{nearest(name, [*near_paths(name), *LOCAL, *known])} A task is a name of mteb, one of "
-                     f"{', '.join(LOCAL)}, or a folder with corpus.jsonl")
+    meant = nearest(name, [*near_paths(name), *LOCAL, *known])
+    raise ValueError(f"There is no task {name!r}{meant} A task is a name of mteb, one of {', '.join(LOCAL)}, or a "
+                     "folder with corpus.jsonl")
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #c25735cc
 def leaves(task) -> list: # of tasks with data

@@ -85,7 +85,8 @@ def find_shape(model: str) -> Shape: # a name of `SHAPES`, a short name, folder 
     from anchor_nb.models.resolve import find_model
     try: config = AutoConfig.from_pretrained(find_model(model))
     except OSError as error:
-        raise FileNotFoundError(f"the sizes of {', '.join(SHAPES)} are known, and {str(error).splitlines()[0]}") from None
+        raise FileNotFoundError(f"the sizes of {', '.join(SHAPES)} are known, and "
+                                f"{str(error).splitlines()[0]}") from None
     return shape_of(config)
 
 # %% ../../nbs/training/00_flops.ipynb #a0538d79
