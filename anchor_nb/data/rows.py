@@ -43,8 +43,9 @@ def pick_field(raw: dict,    # a row as read
     if any(len(name) > 60 or name.endswith(("?", ".")) for name in fields):
         raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(name[:60] for name in fields)}, "
                          "which looks like a row; begin the file with a header, such as query,positive")
+    texts = [str(name) for name, value in raw.items() if re.search(r"[^\W\d_]", str(value or ""))] # no numbers
     raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)}, and one of "
-                     f"{', '.join(names)} is needed; say which is which, such as {proposal(fields)}")
+                     f"{', '.join(names)} is needed; say which is which, such as {proposal(texts)}")
 
 # %% ../../nbs/data/01_rows.ipynb #8e9fd8fb
 def as_text(value, field: str) -> tuple: # (instruction, text); the instruction of a bare string is None
