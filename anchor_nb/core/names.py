@@ -39,7 +39,8 @@ def product_of(data: str) -> str: # the same, or the folder of pairs in it
     folder = Path(data)
     pairs, run = folder/"pairs", folder/"run.json"
     if not run.is_file():
-        made = pairs.is_dir() and any((folder/name).is_file() for name in ("report.json", "manifest.json"))
+        reports = ("report.json", "manifest.json", "split.json")
+        made = pairs.is_dir() and any((folder/name).is_file() for name in reports)
         return str(pairs) if made else data
     facts = json.loads(run.read_text(encoding="utf-8"))
     if facts.get("stage") not in ("prepare", "mine"):

@@ -173,8 +173,8 @@ def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
 
 # ---- JSON ----
 
-WITH_JSON = ["analyse", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter", "hello",
-             "merge", "plan", "push", "recipe", "recipes", "search", "sweep"]
+WITH_JSON = ["analyse", "check", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter",
+             "hello", "merge", "plan", "push", "recipe", "recipes", "search", "split", "sweep"]
 
 
 def noisy(found):
@@ -197,6 +197,9 @@ def stubbed(monkeypatch, tmp_path):
     facts = dict(rows=3, written=2, below=1, above=0, equal=1, near=0, contaminated=0)
     stub("inference.decoding.decode_from_anchor", [])
     stub("data.deduplication.dedup_pairs", dict(datasets={"a": facts}, tests={}))
+    stub("data.inspection.inspect_pairs", dict(unit="words", max_length=8, datasets={}))
+    stub("data.splitting.split_pairs", dict(rows=3, groups=3, by="", pairs=dict(a=2), queries=1, documents=3,
+                                            interval=98.0, largest_group=1))
     stub("cli.doctor.checks", [])
     stub("inference.corpus_encoding.encode_corpus",
          dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
@@ -215,7 +218,8 @@ def stubbed(monkeypatch, tmp_path):
     stub("evaluation.comparison.comparison", dict(names=["a", "b"], tasks=[], left_out=["toy"]))
     (tmp_path/"summary.json").write_text(json.dumps(dict(models={}, failed=[])))
     out = ["-p", f"out={tmp_path}", "-p", "data=pairs"]
-    words = dict(compare=["a", "b"], decode=["tiny", "a"], dedup=["x", "--out", "y"], doctor=["--quick"],
+    words = dict(check=["x"], split=["x", "--out", "y"], compare=["a", "b"], decode=["tiny", "a"],
+                 dedup=["x", "--out", "y"], doctor=["--quick"],
                  encode=["x", "--out", "y"], export=["tiny", "y"],
                  filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"],
                  hello=["--out", str(tmp_path/"x.png")], merge=["a", "b", "--out", "y"],

@@ -20,7 +20,7 @@ ROWS = [dict(query="Wie heißt\ndas Haus?", positive='Das "Haus"; es heißt so.'
 def written(path):
     "The rows in the format that the suffix of `path` names."
     table, lines = pandas.DataFrame(ROWS), "".join(json.dumps(row) + "\n" for row in ROWS)
-    name = path.name
+    name = path.name.lower()
     if name.startswith("list"): lines = json.dumps(ROWS, indent=1)
     if name.startswith("held"): lines = json.dumps(dict(version=1, rows=ROWS))
     if ".csv" in name: lines = table.to_csv(index=False, sep=";" if name.startswith("german") else ",")
@@ -43,7 +43,7 @@ def test_the_same_rows_from_every_format(name, tmp_path):
     read = list(read_rows(source))
     assert [row for _, row in read] == ROWS and all(place.startswith(f"{source}, ") for place, _ in read)
     assert len({place for place, _ in read}) == len(ROWS)
-    assert find_sources(str(tmp_path)) == find_sources(source) or name.startswith("held")
+    if not name.startswith("held"): assert find_sources(str(tmp_path)) == find_sources(source)
     if not is_lines(source):
         assert len(indexed(source)) == len(ROWS)
         assert [*slice_rows(source, 1, 2), *slice_rows(source, 3, 3)] == read[1:]
