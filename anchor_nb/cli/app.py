@@ -164,7 +164,10 @@ class Command(TyperCommand):
                 with formatter.section(panel): formatter.write_dl(rows)
 
 class Shell(typer.Typer):
-    "An application of such commands."
+    "An application of such commands, in which `_` and `-` are the same."
+    def __init__(self, **how):
+        super().__init__(context_settings=dict(token_normalize_func=lambda name: name.replace("_", "-")), **how)
+
     def command(self, name=None, *, cls=Command, **how): return super().command(name, cls=cls, **how)
 
 # %% ../../nbs/cli/00_app.ipynb #95b3e973
@@ -192,7 +195,6 @@ class ByTask(TyperGroup):
 
 app = Shell(cls=ByTask, help="Text embedders from language models: reconstruction first, contrast second. Each stage "
                              "is a notebook; this runs it.", epilog=EXIT_CODES, rich_markup_mode=None,
-            context_settings=dict(token_normalize_func=lambda name: name.replace("_", "-")),
             pretty_exceptions_enable=False, no_args_is_help=True)
 
 # %% ../../nbs/cli/00_app.ipynb #64ee0c30

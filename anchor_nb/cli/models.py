@@ -50,8 +50,8 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
 # %% ../../nbs/cli/05_models.ipynb #df656516
 @app.command("search", rich_help_panel=USE)
 def search(model: Model,
-           corpus: argument(str, "a table (CSV, JSONL, parquet ...), a BEIR folder, shards of `anchor-nb encode`, or a kept "
-                                 "index"),
+           corpus: argument(str, "a table (CSV, JSONL, parquet ...), a BEIR folder, shards of `anchor-nb encode`, or "
+                                 "a kept index"),
            queries: argument(list[str], "one or more"), k: option(int, "texts for each query", "--k", "-k") = 10,
            instruction: option(str, "of the task, for queries") = "",
            index: option(str, "keep the index in this folder, and use it the next time") = "",

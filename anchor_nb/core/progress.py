@@ -8,6 +8,7 @@ __all__ = ['running_shell', 'progress', 'without_bars', 'announce']
 # %% ../../nbs/core/06_progress.ipynb #22499719
 import os, sys
 from contextlib import contextmanager
+from pathlib import Path
 from tqdm.auto import tqdm as Auto
 from tqdm.std import tqdm
 
@@ -96,6 +97,8 @@ def without_bars():
         else: disable_progress_bars()
 
 # %% ../../nbs/core/06_progress.ipynb #6e1d0a02
-def announce(doing: str): # such as "reading pairs"
+def announce(doing: str,      # such as "reading pairs from"
+             what: str = ""): # a path or a name, of which the last two parts are shown
     "Write on stderr what is being done, in the first process only; nothing where progress is off."
-    if kind() != "off": print(f"{doing} ...", file=sys.stderr, flush=True)
+    parts = [doing, "/".join(Path(what).parts[-2:])]
+    if kind() != "off": print(*filter(None, parts), "...", file=sys.stderr, flush=True)

@@ -256,7 +256,8 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
     from datasets import concatenate_datasets
     check_dedup(out, threshold, remove, format)
     keep_apart(out, data=data, against=[split_off(folder)[0] for folder in against])
-    tests, tables = [read_test(folder, all_documents) for folder in against], load_pairs(data, columns=columns)
+    tests = [read_test(folder, all_documents) for folder in against]
+    tables = load_pairs(data, columns=columns)
     if len({test.name for test in tests}) < len(tests):
         raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one "
                          "folder, or give its task.json another name")

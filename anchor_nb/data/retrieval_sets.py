@@ -11,7 +11,7 @@ import gzip, hashlib, json, re, warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ..core.names import near_paths
-from .tables import open_table, read_json
+from .tables import byte_lines, check_columns, format_of, read_json, read_rows, renamed
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #8a6eddb2
 @dataclass(frozen=True)
@@ -59,25 +59,27 @@ class Faults:
             raise error(f"{self.folder} has {sum(map(len, self.found.values()))} faults:\n" + ";\n".join(lines))
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #f1c3a8b5
-def rows_at(path: Path): # -> of (location, row or the ValueError that reading it raised)
-    "The rows of a JSONL file, compressed or not, or of a parquet file."
-    if path.suffix == ".parquet":
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(open_table(str(path))))
+def rows_at(path: Path, columns: dict = {}): # columns: our name -> theirs; -> of (location, row or its ValueError)
+    "The rows of a table; those of JSONL go on after a faulty line."
+    ours = lambda row: renamed(row, {name: named for name, named in columns.items() if named in row}) if isinstance(
+        row, dict) else row
+    if format_of(path)[0] not in (".jsonl", ".ndjson"):
+        yield from ((place, ours(row)) for place, row in read_rows(str(path)))
         return
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip(): continue
-            try: yield f"{path}, line {number}", read_json(line, path, number)
-            except ValueError as error: yield f"{path}, line {number}", error
+    for number, line in byte_lines(path):
+        if not line.strip(): continue
+        try: yield f"{path}, line {number}", ours(read_json(line, path, number))
+        except ValueError as error: yield f"{path}, line {number}", error
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #6729b5cd
 def read_texts(path: Path,             # corpus.jsonl or queries.jsonl
                empty_allowed: bool,    # a document may be empty, a query may not
                faults: Faults,         # receives what is wrong
+               columns: dict = {},     # our name -> theirs
               ) -> dict:               # id -> title and text joined
     "The texts of a BEIR file by id."
     texts = {}
-    for place, row in rows_at(path):
+    for place, row in rows_at(path, columns):
         number, text, fault = id_and_text(row)
         if not fault and number in texts: fault = f", field '_id' repeats {number!r}; make ids unique"
         if not fault and not text and not empty_allowed: fault = ", field 'text' is empty; fill it or remove the line"
@@ -92,8 +94,8 @@ def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or w
     number = str(row[name]) if isinstance(row.get(name), (str, int)) else ""
     for field, fine in ((name, number), ("text", isinstance(text, str))):
         if not fine:
-            state = "neither text nor a number" if field == name else "not text"
-            if row.get(field) in (None, ""): state = "missing"
+            kind = "neither text nor a number" if field == name else "not text"
+            state = "missing" if field not in row else "empty" if row[field] == "" else kind
             return number, "", f', field {field!r} is {state}; add "{field}": "..." to this line'
     return number, (str(row.get("title") or "") + " " + text).strip(), ""
 
@@ -150,8 +152,8 @@ def set_in(folder: Path) -> Path: # the same, or its only evaluation set
 
 def texts_file(folder: Path, name: str) -> Path | None: # name: corpus or queries
     "The file of texts in a folder, if there is one."
-    return next((path for form in (".jsonl", ".jsonl.gz", ".parquet") if (path := Path(folder)/(name + form)).is_file()),
-                None)
+    files = (Path(folder)/(name + form) for form in (".jsonl", ".jsonl.gz", ".parquet", ".jsonl.zst", ".csv", ".tsv"))
+    return next(filter(Path.is_file, files), None)
 
 def splits_of(folder: Path) -> dict: # split -> file of judgements
     "The judgements of a folder."
@@ -167,21 +169,26 @@ def choose_split(folder: Path, split: str, faults: Faults) -> str: # split: empt
     if split in splits or not splits: return split
     if not split and ("test" in splits or len(splits) == 1): return "test" if "test" in splits else next(iter(splits))
     wanted = repr(split or "test")
-    faults.add(f"{folder} has no split {wanted}; there are {', '.join(splits)}, choose one as {folder}:{next(iter(splits))}")
+    faults.add(f"{folder} has no split {wanted}; there are {', '.join(splits)}, choose one as "
+               f"{folder}:{next(iter(splits))}")
     return ""
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #662e911c
 def read_retrieval(folder: Path,   # holds corpus.jsonl, queries.jsonl and judgements; may end in `:SPLIT`
+                   columns: dict = {}, # columns of text, title, id, and of the queries' text, such as {query: frage}
                   ) -> Retrieval:
     "The task of a folder; FileNotFoundError or ValueError name all that is wrong with it, and the fix."
+    names = {"_id" if ours == "id" else ours: named
+             for ours, named in check_columns(columns, ("text", "title", "id", "query")).items()}
+    asked = names | dict(text=names.get("query", names.get("text")))
     place, wanted = split_off(folder)
     place = set_in(Path(place))
     faults = Faults(place)
     split = choose_split(place, wanted, faults)
     check_present(place, faults)
     qrels_file = splits_of(place)[split]
-    corpus = read_texts(texts_file(place, "corpus"), True, faults)
-    queries = read_texts(texts_file(place, "queries"), False, faults)
+    corpus = read_texts(texts_file(place, "corpus"), True, faults, names)
+    queries = read_texts(texts_file(place, "queries"), False, faults, asked)
     judged = read_qrels(qrels_file, queries, corpus, faults)
     name, instruction = read_task(place/"task.json", place, split, faults)
     qrels = {query: grades for query, grades in judged.items() if relevant(grades)}
@@ -249,9 +256,9 @@ def subset(task: Retrieval,   # the full task
     others = [document for document in task.corpus if document not in needed]
     fill = draw(others, max(0, documents - len(needed)), seed) if documents > len(needed) or not documents else []
     corpus = needed.union(fill)
-    return replace(task, corpus={d: text for d, text in task.corpus.items() if d in corpus},
-                   queries={q: text for q, text in task.queries.items() if q in kept},
-                   qrels={q: {d: g for d, g in task.qrels[q].items() if d in corpus} for q in task.queries if q in kept})
+    asked = {q: text for q, text in task.queries.items() if q in kept}
+    return replace(task, corpus={d: text for d, text in task.corpus.items() if d in corpus}, queries=asked,
+                   qrels={q: {d: g for d, g in task.qrels[q].items() if d in corpus} for q in asked})
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #f918d594
 def revision(*parts) -> str: # parts that JSON can hold

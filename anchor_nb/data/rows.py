@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 import numpy as np
-from .tables import cached_table, check_columns, content_hash, find_sources, open_table, read_rows, renamed
+from .tables import (PARSING, cached_table, check_columns, code_hash, content_hash, find_sources,
+                                   open_table, read_rows)
 
 # %% ../../nbs/data/01_rows.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # field names of the query, in order of preference
@@ -42,8 +43,9 @@ def pick_field(raw: dict,    # a row as read
     if any(len(name) > 60 or name.endswith(("?", ".")) for name in fields):
         raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(name[:60] for name in fields)}, "
                          "which looks like a row; begin the file with a header, such as query,positive")
+    texts = [str(name) for name, value in raw.items() if re.search(r"[^\W\d_]", str(value or ""))] # no numbers
     raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)}, and one of "
-                     f"{', '.join(names)} is needed; say which is which, such as {proposal(fields)}")
+                     f"{', '.join(names)} is needed; say which is which, such as {proposal(texts)}")
 
 # %% ../../nbs/data/01_rows.ipynb #8e9fd8fb
 def as_text(value, field: str) -> tuple: # (instruction, text); the instruction of a bare string is None
@@ -190,8 +192,8 @@ def missing_files(names) -> list: # names of absent files
 def parser_version() -> str:
     "Changes when the code that reads a row does."
     parts = (parse_row, as_text, as_texts, pick_field, teacher_scores, open_table, check_unicode, is_number,
-             check_scores, read_rows, renamed, query_instruction, document_instruction)
-    return hashlib.sha256(b"".join(part.__code__.co_code for part in parts)).hexdigest()
+             check_scores, query_instruction, document_instruction)
+    return code_hash(*parts, *PARSING)
 
 def row_features(): # -> datasets.Features
     "The types of the columns of `FEATURES`."

@@ -128,12 +128,6 @@ BROKEN = {"unexpected end of data": "a quote that opens in this row is never clo
           "field larger than": "a cell is longer than 16 million characters: a quote is never closed",
           "expected after": "text follows a closing quote"} # in the csv module's message -> what is wrong
 
-def csv_error(path, line: int, error: csv.Error):
-    "Raise ValueError in place of the csv module's own error."
-    wrong = next((words for text, words in BROKEN.items() if text in str(error)), str(error))
-    raise ValueError(f"{path}, line {line}: {wrong}; put quotes around a text with quotes in it, and write each of "
-                     "those twice") from None
-
 def header_of(cells: list, path, line: int) -> list: # of names; "" for a column that is not read
     "The names of the columns; ValueError for a name that occurs twice."
     names = [cell.strip() for cell in cells]
@@ -145,7 +139,6 @@ def row_of(header: list, cells: list) -> dict: # column -> text, or None where t
     "A row of a file that has nothing but text."
     return {name: cell if cell.strip() else None for name, cell in zip(header, cells) if name}
 
-# %% ../../nbs/data/00_tables.ipynb #fc30bb4a
 def csv_records(path) -> Iterator: # of (number of its first line, cells, the delimiter)
     "The records of a delimited file that are not blank."
     lines = (decoded(line, path, number) for number, line in byte_lines(path))
@@ -157,7 +150,10 @@ def csv_records(path) -> Iterator: # of (number of its first line, cells, the de
     while True:
         line = reader.line_num + 1
         try: cells = next(reader, None)
-        except csv.Error as error: csv_error(path, line, error)
+        except csv.Error as error:
+            wrong = next((words for text, words in BROKEN.items() if text in str(error)), str(error))
+            raise ValueError(f"{path}, line {line}: {wrong}; put quotes around a text with quotes in it, and write "
+                             "each of those twice") from None
         if cells is None: return
         if any(cell.strip() for cell in cells): yield line, cells, delimiter
 
@@ -241,6 +237,35 @@ def content_hash(source: str) -> str: # sha256, or the fingerprint that `dataset
              if not any(part.startswith(".") for part in name.parts)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+# %% ../../nbs/data/00_tables.ipynb #4a8be488
+def listed(named) -> list:
+    "What `columns` gives a field, as a list."
+    return named if isinstance(named, list) else [named]
+
+def renamed(raw, columns: dict, required: tuple = ()): # columns: our name -> theirs, a list of theirs, or "" to hide it
+    "A row under our names; ValueError lists its fields when it has none of the name given for a `required` one."
+    if not columns or not isinstance(raw, dict): return raw
+    theirs = {name for named in columns.values() for name in listed(named)}
+    row = {name: value for name, value in raw.items() if name not in theirs and name not in columns}
+    for ours, named in columns.items():
+        if ours in required and not {*listed(named)} <= raw.keys():
+            raise ValueError(f"columns says {ours} is {named!r}, and the row has {', '.join(map(str, raw))}; correct "
+                             "the name")
+        if isinstance(named, list): row[ours] = [raw[name] for name in named if raw.get(name) is not None]
+        elif named in raw: row[ours] = raw[named]
+    return row
+
+def check_columns(columns: dict, known: tuple) -> dict: # the same
+    "ValueError for a mapping that names a field we do not have, or no field of theirs."
+    fits = lambda named: named is None or all(isinstance(name, str) for name in listed(named)) and named != []
+    for ours, named in columns.items():
+        if ours not in known:
+            raise ValueError(f"columns has no field {ours!r}; write our name first, one of {', '.join(known)}, such as "
+                             f"columns='{{{known[0]}: {ours}}}'")
+        if not fits(named):
+            raise ValueError(f"columns gives {ours} the name {named!r}; give the name of a column, or a list of names")
+    return columns
+
 # %% ../../nbs/data/00_tables.ipynb #d0b239de
 def cached_table(source: str, key: dict, rows, features, cache_dir=None): # -> datasets.Dataset
     "The table of `rows(**key)`, made once for each `key`; a damaged one is rebuilt, with a warning."
@@ -263,15 +288,21 @@ def cached_table(source: str, key: dict, rows, features, cache_dir=None): # -> d
 # %% ../../nbs/data/00_tables.ipynb #f9f850f3
 READERS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows,
            ".xlsx": sheet_rows} # suffix -> function of a path -> (place in the file, row) of all rows
+PARSING = (json_lines, json_rows, rows_within, csv_records, csv_rows, row_of, sheet_rows, renamed)
+
+def code_hash(*parts) -> str: # parts: functions
+    "Changes when the code of some functions does."
+    return hashlib.sha256(b"".join(part.__code__.co_code for part in parts)).hexdigest()
 
 def stored(source: str): # -> datasets.Dataset with a column `place` and one `row`, as JSON
     "The rows of a file by number."
     import datasets
     suffix = format_of(source)[0]
-    def made(source, suffix, content):
+    def made(source, suffix, content, code):
         for where, row in READERS[suffix](source): yield dict(place=where, row=json.dumps(row))
     features = datasets.Features(place=datasets.Value("string"), row=datasets.Value("string"))
-    return cached_table(source, dict(source=source, suffix=suffix, content=content_hash(source)), made, features)
+    key = dict(source=source, suffix=suffix, content=content_hash(source), code=code_hash(*PARSING))
+    return cached_table(source, key, made, features)
 
 def indexed(source: str): # -> datasets.Dataset
     "The rows of a source by number: its own table, or what is `stored` of a file that has none."
@@ -283,36 +314,6 @@ def slice_rows(source: str, first: int, rows: int) -> Iterator: # of (location, 
     for number, row in enumerate(indexed(source).select(range(first, first + rows)), first):
         if packed: yield f"{source}, {row['place']}", json.loads(row["row"])
         else: yield f"{source}, row {number}", row
-
-# %% ../../nbs/data/00_tables.ipynb #4a8be488
-def listed(named) -> list:
-    "What `columns` gives a field, as a list."
-    return named if isinstance(named, list) else [named]
-
-def renamed(raw, columns: dict, required: tuple = ()): # columns: our name -> theirs, a list of theirs, or "" to hide it
-    "A row under our names; ValueError lists its fields when it has none of the name given for a `required` one."
-    if not columns or not isinstance(raw, dict): return raw
-    theirs = {name for named in columns.values() for name in listed(named)}
-    row = {name: value for name, value in raw.items() if name not in theirs and name not in columns}
-    for ours, named in columns.items():
-        if ours in required and not {*listed(named)} <= raw.keys():
-            raise ValueError(f"columns says {ours} is {named!r}, and the row has {', '.join(map(str, raw))}; correct "
-                             "the name")
-        if isinstance(named, list): row[ours] = [raw[name] for name in named if raw.get(name) is not None]
-        elif named in raw: row[ours] = raw[named]
-    return row
-
-# %% ../../nbs/data/00_tables.ipynb #377ea74d
-def check_columns(columns: dict, known: tuple) -> dict: # the same
-    "ValueError for a mapping that names a field we do not have, or no field of theirs."
-    fits = lambda named: named is None or all(isinstance(name, str) for name in listed(named)) and named != []
-    for ours, named in columns.items():
-        if ours not in known:
-            raise ValueError(f"columns has no field {ours!r}; write our name first, one of {', '.join(known)}, such as "
-                             f"columns='{{{known[0]}: {ours}}}'")
-        if not fits(named):
-            raise ValueError(f"columns gives {ours} the name {named!r}; give the name of a column, or a list of names")
-    return columns
 
 # %% ../../nbs/data/00_tables.ipynb #6eea6989
 def read_rows(source: str,         # a file, a folder saved by `datasets`, or hf:org/name with an optional :split
@@ -347,8 +348,7 @@ def check_name(file):
 
 def refuse_foreign(file: Path):
     "ValueError for a file whose rows cannot be read."
-    name = file.name.lower().removesuffix(format_of(file)[1])
-    if name.endswith((*FOREIGN, *PACKED, *(suffix + packed for suffix in (".parquet", ".xlsx") for packed in PACKED))):
+    if file.name.lower().endswith((*FOREIGN, *PACKED)) and not format_of(file)[0]:
         check_name(file)
         raise ValueError(f"{file} is in a format whose rows cannot be read; unpack it or save it as one of {FORMATS}, "
                          "or move it away")
@@ -399,9 +399,9 @@ def find_sources(data: str, # a folder, a file, a saved dataset with an optional
         refuse_foreign(path)
         raise ValueError(f"{path} is no table that can be read; save it as one of {FORMATS}")
     if not path.is_dir():
-        near = f"did you mean {' or '.join(near_paths(data))}?" if near_paths(data) else ""
-        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; " + (
-            near or f"give a table ({FORMATS}), a folder of them, or hf:org/name for a dataset on the hub"))
+        near = f"did you mean {' or '.join(near_paths(data))}?" if near_paths(data) else (
+            f"give a table ({FORMATS}), a folder of them, or hf:org/name for a dataset on the hub")
+        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; {near}")
     if (path/"dataset_dict.json").is_file(): return {path.name: str(saved_splits(path, split))}
     if split:
         raise ValueError(f"{path} is no DatasetDict, so it has no split {split}; leave out :{split}")

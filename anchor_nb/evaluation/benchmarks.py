@@ -65,6 +65,7 @@ def english_tasks() -> dict: # name -> task, with the subsets of the benchmark
     return {task.metadata.name: task for name in ("mteb-v2", "paper56") for task in benchmark_tasks(name)}
 
 def find_task(name: str, # name of a task, or a folder, with an optional `:SPLIT`
+              columns: dict = {}, # of a folder, see `read_retrieval`
               **cut):    # queries, documents and seed of `tasks.subset`, for a folder
     "One mteb task; ValueError offers the nearest names."
     from mteb.get_tasks import TASK_LIST, get_task
@@ -74,11 +75,12 @@ def find_task(name: str, # name of a task, or a folder, with an optional `:SPLIT
     if name in LOCAL: return local_task(name)
     if name in known: return english_tasks().get(name) or get_task(name)
     if Path(split_off(name)[0]).is_dir() or re.search(r"[/\\]", name):
-        return as_task(subset(read_retrieval(name), **cut))
+        return as_task(subset(read_retrieval(name, columns), **cut))
     if name in names():
         raise ValueError(f"{name!r} is a benchmark and no task; ask for it as the benchmark")
-    raise ValueError(f"There is no task {name!r}{nearest(name, [*near_paths(name), *LOCAL, *known])} A task is a name of mteb, one of "
-                     f"{', '.join(LOCAL)}, or a folder with corpus.jsonl")
+    meant = nearest(name, [*near_paths(name), *LOCAL, *known])
+    raise ValueError(f"There is no task {name!r}{meant} A task is a name of mteb, one of {', '.join(LOCAL)}, or a "
+                     "folder with corpus.jsonl")
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #c25735cc
 def leaves(task) -> list: # of tasks with data
@@ -154,7 +156,7 @@ def use_local_copies(tasks: list,           # of mteb
 def find_tasks(benchmark: str = "",        # one of `names()`; empty: none
                tasks: list = (),           # names of tasks, or folders in BEIR layout
                data_root: str | Path = "", # copies of data sets; empty: none
-               **cut,                      # queries, documents and seed to cut folders with
+               **cut,                      # queries, documents and seed to cut folders with; their columns
               ) -> list:                   # of mteb's task objects
     "What to evaluate on; ValueError for unknown names, and for names given twice."
     if not benchmark and not tasks:

@@ -290,7 +290,7 @@ def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, device
     "One of our embedders as a function for `Encoder`, with facts for `meta`."
     from mteb.models.abs_encoder import get_prompt_name
     from anchor_nb.models.embedder import AnchorEmbedder, Replicas
-    announce(f"loading {candidate.source}")
+    announce("loading", candidate.source)
     embedder = AnchorEmbedder.from_pretrained(candidate.source, pooling=candidate.pooling, max_length=max_length,
                                               micro_tokens=micro_tokens, device=(devices or [""])[0],
                                               **extras(candidate))
@@ -310,7 +310,7 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
     from mteb.models.abs_encoder import get_prompt_name
     from sentence_transformers import SentenceTransformer
     from anchor_nb.models.resolve import find_model
-    announce(f"loading {candidate.source}")
+    announce("loading", candidate.source)
     model = SentenceTransformer(find_model(candidate.source), device=(devices or [None])[0])
     model.max_seq_length = min(max_length, model.max_seq_length or max_length)
     call, measure = {"query": model.encode_query, "document": model.encode_document}, model.similarity_fn_name

@@ -297,7 +297,7 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
     check_out(stage, whole, folder)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):
-        if log: announce(f"{stage}: starting, in {folder}")
+        if log: announce(f"{stage}: starting, in", folder)
         begun, record = now(), Record(output, folder, stage)
         try:
             execute(notebook, output, Draft(secrets, record.draft, signals), values, log, timeout, secrets)

@@ -312,7 +312,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
     Path(settings.out).mkdir(parents=True, exist_ok=True) # may be ahead of the machine that writes the manifest
     mine = [n for n in todo[rank::world] if not record_of(shard_file(settings.out, n))]
     if not mine: return dict(shards=0)
-    announce(f"loading {settings.model}")
+    announce("loading", settings.model)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else "cpu"
     embedder = AnchorEmbedder.from_pretrained(settings.model, settings.pooling, settings.max_length, device=device,
                                               precision=settings.precision, micro_tokens=settings.micro_tokens)
@@ -377,7 +377,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
                                                  **check_names(Encoding, settings))
     keep_apart(out, corpus=str(corpus), model=[str(model), *chain(find_model(str(model)))])
     first, shared = shared_run()
-    announce(f"reading texts from {corpus}")
+    announce("reading texts from", corpus)
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)
         if first and not (Path(out)/"manifest.json").exists(): 

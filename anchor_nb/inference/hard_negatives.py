@@ -317,7 +317,7 @@ def check_left(name: str, mined: dict, recipe: Mine):
 # %% ../../nbs/inference/02_hard_negatives.ipynb #a7efbb0b
 def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and rows)
     "Read and check all rows; ValueError or FileNotFoundError names the location and the fix."
-    announce(f"reading pairs from {recipe.data}")
+    announce("reading pairs from", recipe.data)
     model = [] if recipe.model == "bm25" else [recipe.model, *chain(find_model(recipe.model))]
     for target in filter(None, (recipe.out, recipe.vectors)):
         keep_apart(target, data=recipe.data, corpus=recipe.corpus, model=model)

@@ -165,15 +165,15 @@ CONFIGS = ("config.json", "adapter_config.json", "modules.json") # one of which 
 
 def holds_model(folder: Path) -> bool:
     "Whether a folder is that of a model or of an adapter."
-    return any((folder/name).is_file() for name in CONFIGS)
+    return any((folder/name).is_file() for name in (*CONFIGS, LAYOUT_FILE))
 
 def why_no_model(folder: Path) -> str: # what follows the folder's name
     "What a folder without a model is, and what to do."
     run = folder/"run.json"
-    facts = json.loads(run.read_text(encoding="utf-8")) if run.is_file() else {}
-    stage, resume = facts.get("stage", ""), facts.get("command") or "run its stage again"
+    facts = json.loads(run.read_text(encoding="utf-8") or "{}") if run.is_file() else {}
+    stage, resume = facts.get("stage", "a stage"), facts.get("command") or "run its stage again"
     if stage in ("prepare", "mine"): return f"is a run of {stage} and holds pairs; give it as data, and name a model"
-    if stage in ("stage1", "stage2"):
+    if run.is_file():
         return f"is a run of {stage} without a finished model ({facts.get('status')}); to resume it: {resume}"
     inside = sorted(str(entry) for entry in folder.glob("*") if (entry/"model").is_dir() or holds_model(entry))
     if inside: return f"holds no model; did you mean {' or '.join(inside[:3])}?"
@@ -184,7 +184,8 @@ def on_hub(name: str) -> str: # a hub id -> the same, or the folder of a package
     "A hub id that is in the cache or on the hub; FileNotFoundError says what to name instead."
     if any(in_hub_cache(name, file) for file in CONFIGS) or (there := hub_has(name)): return name
     if there is None and name == MODELS["minilm"]: return cached_model("minilm")
-    fault = "the hub does not answer, or HF_HUB_OFFLINE is set" if there is None else "the hub has none that you may see"
+    fault = "the hub has none that you may see"
+    if there is None: fault = "the hub does not answer, or HF_HUB_OFFLINE is set"
     short = spellings().get(name.rpartition("/")[2].lower())
     fix = f"a package has it as {short}" if short in BUILT_MODELS else did_you_mean(name)
     raise FileNotFoundError(f"there is no folder {name!r}, and {fault}; {fix}")

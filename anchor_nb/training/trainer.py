@@ -192,7 +192,7 @@ class Inputs(Resolved):
 
 def check_inputs(recipe: Training) -> Inputs:
     "Find whatever is wrong with a recipe or its data before anything is written."
-    announce(f"reading pairs from {recipe.data}")
+    announce("reading pairs from", recipe.data)
     return Inputs(recipe)
 
 # %% ../../nbs/training/08_trainer.ipynb #7c24b44c
@@ -379,7 +379,8 @@ def make_step(inputs: Inputs, plan, out: Path):
     "The step, with the planned budget of tokens or what an earlier start that ran out of memory left."
     budget = of_first_rank(kept_budget(out, plan.micro_tokens))
     fewer = f"; {budget} tokens after memory ran out"*(budget < plan.micro_tokens)
-    if world()[0] == 0: print(plan.why.partition("; ")[0] + fewer, flush=True)
+    why = plan.why.partition("; ")[0] if plan.peak_bytes else plan.why # the forecast says what memory to expect
+    if world()[0] == 0: print(why + fewer, flush=True)
     kind = ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep
     return kind(inputs.rules, inputs.formatter, budget)
 
@@ -470,7 +471,7 @@ def forecast_lines(recipe: Training) -> list: # of lines
     plan = planned(asked, inputs, str(device))
     step = (ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep)(inputs.rules, inputs.formatter,
                                                                                  plan.micro_tokens)
-    announce(f"loading {inputs.name}")
+    announce("loading", inputs.name)
     module = build_model(inputs, None, plan.gradient_checkpointing).to(device)
     found = foresee(inputs, module, Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, asked.steps),
                     device)
@@ -565,7 +566,7 @@ def train(recipe: Training) -> dict[str, Any]:
     with locked(out) if first else nullcontext():
         save = saver(inputs.formatter, record)
         checkpoint = of_first_rank(newest_checkpoint(out) if first else None)
-        announce(f"loading {inputs.name}")
+        announce("loading", inputs.name)
         trainer = AnchorTrainer(recipe, inputs, args, save, checkpoint)
         found = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
         if first: print(found, *shorter_commands(asked, recipe, found), sep="\n", flush=True)
