@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 from ..core.files import replace_folder
 from ..core.progress import progress
-from ..data.rows import Batch, Batches, examples, generator
+from ..data.rows import Batches, generator
 from ..losses.carry import carried, in_words, losses_behind
 from ..losses.objectives import to_device
 from ..runs.checkpoints import add_row
