@@ -35,8 +35,9 @@ def part_of(steps: Steps, number: int, pairs: int): # -> what `steps.step.run` t
 def tokens_in(step, items) -> int:
     "The tokens that a step would count for such items, without running it."
     if not hasattr(step, "objectives"): return sum(len(text.ids) for text in items.texts)
-    counts = [sum(len(text.ids) for text in objective.texts(items[name])) if objective.coupled else
-              objective.pack(items[name]).tokens for name, objective, _ in step.objectives]
+    present = [(objective, items[name][0]) for name, objective, _ in step.objectives if name in items]
+    counts = [sum(len(text.ids) for text in objective.texts(some)) if objective.coupled else
+              objective.pack(some).tokens for objective, some in present]
     return sum(counts)
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be008
