@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 import numpy as np
 from ..data.rows import POSITIVE, QUERY, as_texts, parse_row, permutation
-from ..data.tables import find_sources, read_rows
+from ..data.tables import find_sources, table_rows
 from ..evaluation.encoders import Candidate, candidates, revision
 from ..core.files import keep_apart, write_text
 from .geometry import geometry, isotropic
@@ -76,7 +76,7 @@ def rows_at(data: str) -> list: # of (place, row as read)
         task = read_retrieval(data)
         return [(f"{data}, query {query}", dict(query=task.queries[query], document=task.corpus[relevant(judged)[0]]))
                 for query, judged in task.qrels.items()]
-    return [row for source in find_sources(data).values() for row in read_rows(source)]
+    return [row for source in find_sources(data).values() for row in table_rows(source)]
 
 def name_of(data: str) -> str:
     "What the data is called in the ledger."

@@ -39,6 +39,28 @@ def are_numbers(weights: dict) -> bool: # of at least 0
     "Whether all weights are numbers and none is negative."
     return all(isinstance(value, (int, float)) and value >= 0 for value in weights.values())
 
+# %% ../../nbs/core/01_recipe.ipynb #b71d3e22
+def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?, what to say)
+    "What no training stage can do."
+    return [(recipe.sharding != "ddp" and recipe.optimizer != "adamw",
+             "optimizer=adamw_8bit works on whole weights only; use sharding=ddp or optimizer=adamw"),
+            ((recipe.pooling == "tokens") != (recipe.pooling_tokens > 0),
+             f"pooling={recipe.pooling} and pooling_tokens={recipe.pooling_tokens}; pooling=tokens needs "
+             "pooling_tokens over 0, and nothing else does"),
+            (recipe.pooling == "first" and not recipe.bidirectional,
+             "pooling=first needs bidirectional=true; a causal model's first state knows nothing of the text"),
+            (recipe.warmup_steps < -1, f"warmup_steps must be at least -1, it is {recipe.warmup_steps}"),
+            (recipe.workers < -1, f"workers must be at least -1, it is {recipe.workers}"),
+            (recipe.steps > 0 and recipe.epochs > 0,
+             f"steps={recipe.steps} and epochs={recipe.epochs:g} both say how long; set one of them to 0"),
+            (0 < recipe.schedule_steps < recipe.steps,
+             f"schedule_steps={recipe.schedule_steps} ends before steps={recipe.steps}; give 0 or at least steps"),
+            (not are_numbers(recipe.ratios), f"ratios must be numbers of at least 0, they are {recipe.ratios}"),
+            (bool(set(recipe.trackers) - set(TRACKERS)),
+             f"trackers={recipe.trackers}; choose among {', '.join(TRACKERS)}"),
+            (not fits(recipe.instruction_format), f"instruction_format={recipe.instruction_format!r} must end with "
+                                                "{text} and may hold {instruction}, nothing else")]
+
 # %% ../../nbs/core/01_recipe.ipynb #5a1f0c2e
 @dataclass(frozen=True, kw_only=True)
 class Training(Recipe):
@@ -120,25 +142,7 @@ class Training(Recipe):
 
     def deciding(self): return dict(preset=self.preset, epochs=self.epochs) if self.left_open() else {}
 
-    def problems(self):
-        return [(self.sharding != "ddp" and self.optimizer != "adamw",
-                 "optimizer=adamw_8bit works on whole weights only; use sharding=ddp or optimizer=adamw"),
-                ((self.pooling == "tokens") != (self.pooling_tokens > 0),
-                 f"pooling={self.pooling} and pooling_tokens={self.pooling_tokens}; pooling=tokens needs "
-                 "pooling_tokens over 0, and nothing else does"),
-                (self.pooling == "first" and not self.bidirectional,
-                 "pooling=first needs bidirectional=true; a causal model's first state knows nothing of the text"),
-                (self.warmup_steps < -1, f"warmup_steps must be at least -1, it is {self.warmup_steps}"),
-                (self.workers < -1, f"workers must be at least -1, it is {self.workers}"),
-                (self.steps > 0 and self.epochs > 0,
-                 f"steps={self.steps} and epochs={self.epochs:g} both say how long; set one of them to 0"),
-                (0 < self.schedule_steps < self.steps,
-                 f"schedule_steps={self.schedule_steps} ends before steps={self.steps}; give 0 or at least steps"),
-                (not are_numbers(self.ratios), f"ratios must be numbers of at least 0, they are {self.ratios}"),
-                (bool(set(self.trackers) - set(TRACKERS)),
-                 f"trackers={self.trackers}; choose among {', '.join(TRACKERS)}"),
-                (not fits(self.instruction_format), f"instruction_format={self.instruction_format!r} must end with "
-                                                    "{text} and may hold {instruction}, nothing else")]
+    def problems(self): return training_problems(self)
 
 # %% ../../nbs/core/01_recipe.ipynb #4c93de75
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ __all__ = ['inspect_pairs']
 import re
 from typing import NamedTuple
 import numpy as np
-from .tables import find_sources, read_rows
+from .tables import find_sources, table_rows
 from .rows import pair_columns, parse_row
 from .deduplication import duplicates, plain
 
@@ -23,7 +23,7 @@ class Sheet(NamedTuple):
 
 def read_sheet(source: str, columns: dict) -> Sheet:
     "The rows of a source; ValueError with the first fault when no row can be used."
-    sheet, read = Sheet([], [], [], {}), iter(read_rows(source, columns))
+    sheet, read = Sheet([], [], [], {}), iter(table_rows(source, columns))
     while True:
         try:
             if (item := next(read, None)) is None: break

@@ -11,7 +11,7 @@ import gzip, hashlib, json, re, warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ..core.names import near_paths
-from .tables import byte_lines, check_columns, format_of, read_json, read_rows, renamed
+from .tables import byte_lines, check_columns, format_of, read_json, table_rows, renamed
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #8a6eddb2
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def rows_at(path: Path, columns: dict = {}): # columns: our name -> theirs; -> o
     ours = lambda row: renamed(row, {name: named for name, named in columns.items() if named in row}) if isinstance(
         row, dict) else row
     if format_of(path)[0] not in (".jsonl", ".ndjson"):
-        yield from ((place, ours(row)) for place, row in read_rows(str(path)))
+        yield from ((place, ours(row)) for place, row in table_rows(str(path)))
         return
     for number, line in byte_lines(path):
         if not line.strip(): continue

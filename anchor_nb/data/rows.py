@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 import numpy as np
 from .tables import (PARSING, cached_table, check_columns, code_hash, content_hash, find_sources,
-                                   open_table, read_rows)
+                                   open_table, table_rows)
 
 # %% ../../nbs/data/01_rows.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # field names of the query, in order of preference
@@ -175,7 +175,7 @@ def pair_columns(columns: dict) -> dict: # the same
 # %% ../../nbs/data/01_rows.ipynb #b2c9aa10
 def parsed(source: str, columns: dict = {}) -> Iterator: # columns: our name -> theirs; -> rows in the common form
     "All rows of a source, checked; ValueError names file, line, field and fix."
-    for place, raw in read_rows(source, columns, ("query", "positive")):
+    for place, raw in table_rows(source, columns, ("query", "positive")):
         try: yield parse_row(raw)
         except ValueError as error:
             raise ValueError(f"{place}, {error}") from None

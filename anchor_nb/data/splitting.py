@@ -9,7 +9,7 @@ __all__ = ['split_pairs']
 import json, math
 from pathlib import Path
 from ..core.files import keep_apart, new_folder, write_text
-from .tables import find_sources, read_rows
+from .tables import find_sources, table_rows
 from .rows import load_pairs
 from .writers import write_lines, write_pairs
 from .retrieval_sets import draw
@@ -114,7 +114,7 @@ def marks_of(sources: dict, by: str) -> list: # one value a row, over all source
     "The values of the field that rows are kept together by; ValueError for a row without it."
     marks = []
     for source in sources.values() if by else ():
-        for place, raw in read_rows(source):
+        for place, raw in table_rows(source):
             if not isinstance(raw, dict) or raw.get(by) is None:
                 raise ValueError(f"{place}: field {by!r} is missing; the fields are {', '.join(map(str, raw))}; name "
                                  "one that every row has with --by")

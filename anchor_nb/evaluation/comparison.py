@@ -16,7 +16,7 @@ from .encoders import YARDSTICKS
 from .measure import Evaluation, load_evaluation
 from .scores import evaluation_file
 from .significance import Interval, interval_of, mean_of_tasks, over_seeds
-from .tables import by_seed, comparable, compared, completed, last_steps, mean_by_seed, over_tasks
+from .tables import by_seed, comparable, compared, completed, last_steps, mean_by_seed
 from ..runs.ledger import latest, read_rows
 
 

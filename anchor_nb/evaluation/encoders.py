@@ -225,9 +225,11 @@ def with_yardsticks(chosen: list,            # of `Candidate`
                     names=tuple(YARDSTICKS), # which of them
                    ) -> tuple:               # (candidates, yardsticks first; {label: why it cannot be scored})
     "Add the yardsticks that are not among the candidates anyway."
-    known, added, missing = {name for c in chosen for name in (c.label, c.source)}, [], {}
+    names_of = {str(name) for c in chosen for name in (c.label, c.source)}
+    known = names_of | {spellings().get(name.rpartition("/")[2].lower()) for name in names_of}
+    added, missing = [], {}
     for name in names:
-        if known & {name, MODELS.get(name)}: continue
+        if name in known: continue
         try: name == "bm25" or weights_of(name)
         except Exception as error: missing[name] = " ".join(str(error).split()) or type(error).__name__
         else: added.append(Candidate(name, name, library="bm25" if name == "bm25" else "sentence-transformers"))

@@ -18,7 +18,7 @@ from ..data.corpora import (CORPORA, LABELLED, distinct, is_built, overlap, publ
 from ..data.packages import Item, cache_dir, fetch_package
 from ..data.retrieval_sets import (Retrieval, as_task, classification_task, clustering_task, draw, pair_task,
                                            sts_task)
-from ..data.tables import read_rows
+from ..data.tables import table_rows
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #53558f70
 def leaks(test: list[str],        # texts of an evaluation
@@ -330,7 +330,7 @@ def build_local(name: str,                   # one of `LOCAL`
 # %% ../../nbs/evaluation/01_local_suite.ipynb #4e01f3bb
 def read_parts(name: str, folder: Path | None = None) -> dict[str, list[dict]]:
     "The rows of a local task by part."
-    return {path.stem: [row for _, row in read_rows(str(path))]
+    return {path.stem: [row for _, row in table_rows(str(path))]
             for path in sorted(build_local(name, folder).glob("*.jsonl"))}
 
 

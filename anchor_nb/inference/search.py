@@ -90,7 +90,7 @@ def check_vectors(queries, corpus, k: int) -> tuple: # (queries, corpus): [rows,
 def search(queries,                # [queries, dimension], or one vector: array or tensor
            corpus,                 # [documents, dimension]; a memory-mapped array is read once
            k: int = 10,            # documents for each query; fewer where the corpus has fewer
-           backend: Backend = "auto", # faiss, torch, or auto: faiss where it is installed and the corpus is in main memory
+           backend: Backend = "auto", # faiss, torch, or auto: faiss where it is installed and the corpus in memory
           ) -> Found:              # scores and rows of the corpus, both [queries, k]
     "The documents with the largest inner products; ValueError for vectors that cannot be compared."
     k = whole_number("k", k)

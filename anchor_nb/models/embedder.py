@@ -335,7 +335,8 @@ class RoleEncoder(TextEncoder):
     def encode_document(self, texts: str | Iterable[str], **options: Unpack[AsTensor]) -> torch.Tensor: ...
     @overload
     def encode_document(self, texts: str | Iterable[str], **options: Unpack[Options]) -> Any: ...
-    def encode_document(self, texts: str | Iterable[str], **options: Unpack[Options]) -> np.ndarray | torch.Tensor | list:
+    def encode_document(self, texts: str | Iterable[str],
+                        **options: Unpack[Options]) -> np.ndarray | torch.Tensor | list:
         """`encode` documents, which get no instruction, but the checkpoint's document prompt if it has one.
 
         Args:

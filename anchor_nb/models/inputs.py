@@ -87,7 +87,8 @@ def as_texts(texts) -> list: # of strings
         raise ValueError(f"texts is {type(texts).__name__}; give a string or a list of strings")
     texts = list(texts)
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str)]:
-        raise ValueError(f"text {bad[0]} is {type(texts[bad[0]]).__name__}, not a string; convert it with str(), or leave "
+        kind = type(texts[bad[0]]).__name__
+        raise ValueError(f"text {bad[0]} is {kind}, not a string; convert it with str(), or leave "
                          "it out")
     return [mended(text) for text in texts]
 

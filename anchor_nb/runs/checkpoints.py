@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from ..core.files import check_whole, damage, write_text
 from ..core.recipe import RECIPES
+from ..core.names import near_paths
+from ..data.tables import find_sources
 
 # %% ../../nbs/runs/02_checkpoints.ipynb #76e5c57b
 def add_row(path: Path, row: dict):
@@ -90,16 +92,14 @@ def check_places(stage: str, values: dict): # all parameters
         raise NotADirectoryError(f"out={values['out']}: {place} is a file; give another folder")
     data = values.get("data") or ""
     check_data(stage, data)
-    if data and not data.startswith("hf:") and not Path(data).expanduser().exists():
-        raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; give a folder of .jsonl or .parquet "
-                                "files, "
-                                "or hf:org/name for a dataset of the hub")
+    if data and not data.startswith("hf:"): find_sources(data)
     for name in ("model", "a", "b", "again", "guide"):
         model = values.get(name) or ""
         folder = Path(model).expanduser()
         if is_path(model) and not folder.exists():
-            raise FileNotFoundError(f"{name}={model!r}: there is no such folder; give a run folder, a model folder, "
-                                    "a hub id or a short name")
+            near = " or ".join(near_paths(model))
+            fix = f"did you mean {near}?" if near else "give a run folder, a model folder, a hub id or a short name"
+            raise FileNotFoundError(f"{name}={model!r}: there is no such folder; {fix}")
         for place in (folder, folder/"model"): check_whole(place)
     check_apart(stage, values)
 

@@ -384,8 +384,25 @@ def make_step(inputs: Inputs, plan, out: Path):
     kind = ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep
     return kind(inputs.rules, inputs.formatter, budget)
 
+# %% ../../nbs/training/08_trainer.ipynb #25cb0deb
+class KeptRows(WholeCheckpoints):
+    "... and writes a row for each step; a loss or gradient that is not finite ends the run."
+    def check_finite(self, name: str, value: float, step: int):
+        check_finite(name, value, step, self.train_dataset.batches(step - 1), self.args.output_dir)
+
+    def log(self, logs, start_time=None):
+        "Add what the step found to the log, and write its row."
+        row = dict(step=self.state.global_step, **{name: float(logs[name]) for name in ("learning_rate", "grad_norm")},
+                   **self.facts) if "loss" in logs else None
+        if row: self.check_finite("norm of the gradient", row["grad_norm"], row["step"])
+        super().log({**logs, **self.facts} if row else logs, start_time)
+        if row and self.is_world_process_zero():
+            add_row(Path(self.args.output_dir)/"metrics.jsonl", row)
+            add_row(Path(self.args.output_dir)/"speed.jsonl", dict(step=row["step"], seconds=self.seconds,
+                                                                   tokens=row["tokens"]))
+
 # %% ../../nbs/training/08_trainer.ipynb #4e163cb6
-class AnchorTrainer(WholeCheckpoints):
+class AnchorTrainer(KeptRows):
     "`transformers.Trainer` whose step is one global batch; at the start of a run or at a checkpoint."
     def __init__(self, recipe: Training, inputs: Inputs, args: TrainingArguments,
                  save=None, # how a model is written, from `saver`
@@ -434,22 +451,8 @@ class AnchorTrainer(WholeCheckpoints):
         self.check_finite("loss", facts["loss"], self.state.global_step + 1)
         return torch.tensor(facts["loss"], device=self.args.device)
 
-    def check_finite(self, name: str, value: float, step: int):
-        check_finite(name, value, step, self.train_dataset.batches(step - 1), self.args.output_dir)
-
     def create_scheduler(self, num_training_steps, optimizer=None):
         return super().create_scheduler(self.schedule_steps or num_training_steps, optimizer)
-
-    def log(self, logs, start_time=None):
-        "Add what the step found to the log, and write its row."
-        row = dict(step=self.state.global_step, **{name: float(logs[name]) for name in ("learning_rate", "grad_norm")},
-                   **self.facts) if "loss" in logs else None
-        if row: self.check_finite("norm of the gradient", row["grad_norm"], row["step"])
-        super().log({**logs, **self.facts} if row else logs, start_time)
-        if row and self.is_world_process_zero():
-            add_row(Path(self.args.output_dir)/"metrics.jsonl", row)
-            add_row(Path(self.args.output_dir)/"speed.jsonl", dict(step=row["step"], seconds=self.seconds,
-                                                                   tokens=row["tokens"]))
 
 # %% ../../nbs/training/08_trainer.ipynb #08f0ca02
 def foresee(inputs: Inputs, module, steps: Steps, device, processes: int = 1) -> Forecast:

@@ -11,7 +11,7 @@ import pytest
 from anchor_nb.data.inspection import inspect_pairs
 from anchor_nb.data.rows import load_pairs, parsed
 from anchor_nb.data.splitting import group_rows, split_pairs
-from anchor_nb.data.tables import find_sources, indexed, is_lines, read_rows, slice_rows
+from anchor_nb.data.tables import find_sources, indexed, is_lines, table_rows, slice_rows
 
 ROWS = [dict(query="Wie heißt\ndas Haus?", positive='Das "Haus"; es heißt so.', negative="Nein, anders\tgesagt"),
         dict(query="5", positive="fünf", negative=None)] * 3
@@ -40,7 +40,7 @@ def written(path):
                                   "a.parquet"])
 def test_the_same_rows_from_every_format(name, tmp_path):
     source = written(tmp_path/name)
-    read = list(read_rows(source))
+    read = list(table_rows(source))
     assert [row for _, row in read] == ROWS and all(place.startswith(f"{source}, ") for place, _ in read)
     assert len({place for place, _ in read}) == len(ROWS)
     if not name.startswith("held"): assert find_sources(str(tmp_path)) == find_sources(source)

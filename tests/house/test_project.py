@@ -257,7 +257,8 @@ def test_what_the_package_offers_is_the_same_for_python_and_for_type_checkers():
 
 def undescribed(function) -> set:
     "Parameters that `help()` names and does not describe."
-    listed = set(re.findall(r"^ {4,}(\w+): ", inspect.cleandoc(function.__doc__ or "").partition("Args:")[2], flags=re.M))
+    described = inspect.cleandoc(function.__doc__ or "").partition("Args:")[2]
+    listed = set(re.findall(r"^ {4,}(\w+): ", described, flags=re.M))
     return set(inspect.signature(function).parameters) - {"self", "cls"} - listed
 
 

@@ -139,7 +139,8 @@ def test_the_loss_of_a_first_step_is_found_again(tmp_path, how):
 def evaluate(folder, *words):
     command = Path(sys.executable).with_name("anchor-nb")
     return warm.run([command, "evaluate", "tiny", "--task", build_corpus("toy")/"eval", "-p", "max_length=64",
-                           "-p", "yardsticks=[]", *map(str, words), "--json"], cwd=folder, capture_output=True, text=True, timeout=600)
+                           "-p", "yardsticks=[]", *map(str, words), "--json"], cwd=folder, capture_output=True,
+                           text=True, timeout=600)
 
 
 def test_reconstructions_go_into_the_ledger_beside_the_scores(tmp_path):
