@@ -31,15 +31,14 @@ from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.rows import Example
 from anchor_nb.losses.reconstruction import Reconstruction
-from anchor_nb.models.attention import on_gpu, weight_dtype
+from anchor_nb.models.attention import on_gpu, wants_autocast, weight_dtype
 from anchor_nb.models.backbone import is_checkpointed, language_model
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.runs.ledger import append_rows
 from anchor_nb.runs.manifest import now
 from anchor_nb.runs.provenance import code_version, library_versions, machine
-from anchor_nb.training.flops import Shape
-from anchor_nb.training.flops import find_shape
+from anchor_nb.training.flops import Shape, find_shape
 from anchor_nb.training.memory import matrix_rate, shape_of, stage1_flops
 from anchor_nb.training.memory import memory as parts_of
 from anchor_nb.training.steps import ReconstructionStep, Steps
@@ -69,7 +68,7 @@ def stage1_module(way: str, recipe: Stage1) -> tuple:  # (module, step)
                                                      attn_implementation="sdpa")
         module, step = Reconstruction(plain, recipe.alpha), PaddedStep
     module.to(device_type()).train()
-    if training_arguments(recipe).bf16:
+    if wants_autocast(recipe.precision):
         for part in (module, module.lm, module.lm.base_model):
             part.forward = torch.autocast(device_type(), torch.bfloat16)(part.forward)
     return module, step(resolved.rules, resolved.formatter, plan.micro_tokens)
@@ -125,7 +124,7 @@ def stage1_way(way: str, pairs: list, repeats: int, profiled: bool = True, **set
     figures |= dict(loss=float(loss), gradient_norm=norm, tokens=sum(lengths), longest=max(lengths),
                     examples=len(pairs))
     if not profiled: return figures
-    rate = matrix_rate(device, torch.bfloat16 if training_arguments(recipe).bf16 else module.lm.dtype)
+    rate = matrix_rate(device, torch.bfloat16 if wants_autocast(recipe.precision) else module.lm.dtype)
     if way == OURS: figures["predicted_bytes"] = predicted(recipe, module, min(step.budget, sum(lengths)), "optimizer")
     return figures | efficiency(way, recipe, batch["anchor"][0], closing(step.formatter),
                                 statistics.median(figures["seconds"]), operator_share(work), rate)
