@@ -371,7 +371,7 @@ class Evaluate(Recipe):
                                group="first")
     snapshots: bool = setting(True, "score the snapshots of stage II too", "figure 2", group="first")
     seed: int = setting(0, "seed of the choice of queries and documents", "ours")
-    columns: dict = setting({}, "columns of a folder's text, title, id and query, such as {text: inhalt, query: frage}",
+    columns: dict = setting({}, "where a set's text, title, id and query are, such as {text: inhalt, query: frage}",
                             "ours")
     rerank_documents_instructed: bool = setting(False, "in reranking tasks documents get the instruction too",
                                                 "authors: queries only; GritLM, LLM2Vec: both")

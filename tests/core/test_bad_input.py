@@ -139,18 +139,22 @@ def test_data_changed_under_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("change, expected", [
-    (dict(data="EMPTY"), "holds no table"),
     (dict(processes=9, global_batch=8), "global_batch=8 leaves some of 9 processes without an example"),
-    (dict(attention="flash_attention_2"), "attention=auto runs everywhere")], ids=["data", "batch", "attention"])
+    (dict(attention="flash_attention_2"), "attention=auto runs everywhere")], ids=["batch", "attention"])
 def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):
     """The same from a stage notebook: the error is the notebook's, and what is left there would not block the mended
     command."""
-    (tmp_path/"data").mkdir()
     usual = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"out"))
-    change = {name: str(tmp_path/"data") if value == "EMPTY" else value for name, value in change.items()}
     with pytest.raises(StageError, match=expected):
         run_stage("stage1", usual | change, output=tmp_path/"stage1.ipynb", log=False)
     assert [path.name for path in (tmp_path/"out").iterdir()] == [".stage1.lock"]
+
+
+def test_data_without_rows_stop_a_stage_before_its_notebook(tmp_path):
+    (tmp_path/"data").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no table"):
+        run_stage("stage1", dict(model="tiny", data=str(tmp_path/"data"), out=str(tmp_path/"out")), log=False)
+    assert not (tmp_path/"out").exists()
 
 
 @pytest.mark.parametrize("size", [4, 5_000, 100_000])

@@ -47,7 +47,7 @@ def test_a_passage_inside_a_longer_one_was_seen():
     assert not watch(passage[: len(passage)//2])
 
 
-@pytest.mark.parametrize("given, message", [(dict(against=["nowhere"]), "corpus.jsonl is missing"),
+@pytest.mark.parametrize("given, message", [(dict(against=["nowhere"]), "nowhere is missing"),
                                             (dict(remove="some"), "choose one of none"),
                                             (dict(threshold=-1), "threshold=-1"),
                                             (dict(format="csv"), "choose one of anchor_nb"),

@@ -162,5 +162,5 @@ def test_the_command_is_killed(how, tmp_path):
     if how == signal.SIGKILL: return
     last = rows(out)[-1]["step"]
     assert process.returncode == 130, said
-    assert f"stopped by SIGINT after step {last} of 5000, with a checkpoint; run the same command to resume" in said
+    assert f"stopped by SIGINT after step {last} of 5000, with a checkpoint\nrun the same command to resume" in said
     assert number_of(checkpoints(out)[-1]) == last
