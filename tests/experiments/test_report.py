@@ -125,7 +125,7 @@ def test_a_broken_ledger_is_named(tmp_path):
 
 
 def test_evaluation_goes_on_where_it_stopped(tmp_path):
-    parameters = dict(tasks=[write_set(tmp_path/"eval")], models={}, out=str(tmp_path/"out"))
+    parameters = dict(tasks=[write_set(tmp_path/"eval")], models={}, yardsticks=["bm25"], out=str(tmp_path/"out"))
     stage_runs.run_stage("evaluate", parameters, log=False)
     ledger = tmp_path/"out"/"ledger.jsonl"
     whole = ledger.read_text()
@@ -145,7 +145,7 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path):
 ])
 def test_evaluation_refuses_bad_input_before_it_loads_a_model(tmp_path, change, error, message):
     ledgers.write_json(tmp_path/"unfinished"/"run.json", dict(stage="stage2", status="running", recipe=dict(steps=3)))
-    good = dict(tasks=[write_set(tmp_path/"eval")], models={}, out=str(tmp_path/"out"))
+    good = dict(tasks=[write_set(tmp_path/"eval")], models={}, yardsticks=["bm25"], out=str(tmp_path/"out"))
     change = json.loads(json.dumps(change).replace("UNFINISHED", str(tmp_path/"unfinished")))
     with pytest.raises(error, match=message): stage_runs.run_stage("evaluate", {**good, **change}, log=False)
     assert not (tmp_path/"out"/"ledger.jsonl").exists()

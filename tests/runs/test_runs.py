@@ -17,6 +17,7 @@ from hypothesis import given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook
 
 import warm
+from common import toy_pairs
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.runs import identity
 from anchor_nb.experiments import stages as stage_runs
@@ -224,7 +225,7 @@ def prepare_like(path, *code):
 def test_a_failed_stage_is_on_record_with_its_traceback_and_goes_on(tmp_path):
     out = str(tmp_path/"run")
     path = prepare_like(tmp_path/"nb", "def deep(): raise RuntimeError('the disk is full')\ndeep()")
-    with pytest.raises(stage_runs.StageError, match="prepare failed: RuntimeError: the disk is full"):
+    with pytest.raises(stage_runs.StageError, match="prepare failed: the disk is full\nthe notebook"):
         stage_runs.run_stage(path, dict(out=out), log=False)
     manifest = runs.read_manifest(out)
     failure, = manifest["failures"]
@@ -239,7 +240,7 @@ def test_a_failed_stage_is_on_record_with_its_traceback_and_goes_on(tmp_path):
 def test_a_failure_is_not_written_into_somebody_elses_manifest(tmp_path):
     runs.start_run(tmp_path/"run", stage("prepare", out="x"))
     before = (tmp_path/"run/run.json").read_text()
-    with pytest.raises(stage_runs.StageError, match="holds another run"):
+    with pytest.raises(ValueError, match="holds another run"):
         stage_runs.run_stage(prepare_like(tmp_path/"nb"), dict(out=str(tmp_path/"run")), log=False)
     assert (tmp_path/"run/run.json").read_text() == before
 
@@ -328,7 +329,7 @@ def test_two_runs_do_not_share_a_folder_and_sigterm_reaches_the_kernel(tmp_path)
     assert second.returncode == 1 and "another process is running prepare in" in second.stdout
     first.terminate()
     said, _ = first.communicate(timeout=60)
-    assert (first.returncode, "prepare was stopped: RuntimeError: checkpoint written" in said) == (143, True), said
+    assert (first.returncode, "prepare was stopped: checkpoint written" in said) == (143, True), said
     manifest = runs.read_manifest(out)
     assert (manifest["status"], manifest["failures"][0]["reason"]) == ("stopped", "RuntimeError: checkpoint written")
 
@@ -359,8 +360,8 @@ def test_what_is_missing_is_noticed_before_a_kernel_starts(name, given, message,
     (tmp_path/"torn/model.safetensors").write_bytes(bytes([200, 0, 0, 0, 0, 0, 0, 0]) + b"{"*92)
     places = {"TORN": str(tmp_path/"torn"), "FILE": str(tmp_path/"file")}
     given = {key: value.replace("FILE", places["FILE"]).replace("TORN", places["TORN"]) for key, value in given.items()}
-    usual = dict(out=str(tmp_path/"out"), data=str(tmp_path),
-                 model="tiny") if name != "analyse" else dict(out=str(tmp_path/"out"), a="tiny", data=str(tmp_path))
+    usual = dict(out=str(tmp_path/"out"), data=toy_pairs())
+    usual |= dict(a="tiny") if name == "analyse" else dict(model="tiny")
     with pytest.raises((ValueError, OSError), match=message): stage_runs.run_stage(name, usual | given)
     assert not (tmp_path/"out").exists()
 
@@ -376,14 +377,14 @@ def test_wrong_parameters_stop_a_stage_before_it_starts(name, parameters, messag
 
 @pytest.mark.parametrize("name, parameters, message", [
     ("stage1", dict(alpha=1.5), r"alpha must lie in \[0, 1\], it is 1.5"),
-    ("stage1", dict(steps=0), "steps must be over 0"),
+    ("stage1", dict(steps=-1), "steps must not be negative"),
     ("stage1", dict(steps="ten"), "steps='ten' is not a whole number"),
     ("stage1", dict(schedule="cosin"), "choose one of linear, cosine, constant"),
     ("stage2", dict(temperature="0"), "temperature must be over 0"),
     ("stage2", dict(mask_false_negatives="maybe"), "neither true nor false"),
     ("stage1", dict(alpa=0.2), "did you mean alpha"),
-    ("evaluate", dict(models="untrained"), "give models as dict"),
-    ("prepare", dict(corpora="wiki"), "give corpora as list"),
+    ("evaluate", dict(models="untrained"), "is not a mapping; write it like models="),
+    ("prepare", dict(corpora="wiki"), "is not a list; write it like corpora="),
 ])
 def test_values_are_judged_before_a_stage_starts(name, parameters, message, monkeypatch):
     monkeypatch.setattr(stage_runs, "execute", lambda *_: pytest.fail("it started"))
@@ -422,8 +423,8 @@ def test_a_notebook_that_lost_its_tag_is_refused_where_papermill_runs_it_with_de
 @pytest.mark.parametrize("code, timeout, message", [
     ("import os; os._exit(3)", None, "the kernel died"),
     ("import time; time.sleep(60)", 2, "longer than the time allowed"),
-    ("raise RuntimeError('first line\\n\\nand a long story')", None, "failed: RuntimeError: first line\nThe notebook"),
-    ("import no_such_module", None, "ModuleNotFoundError: No module named 'no_such_module'"),
+    ("raise RuntimeError('first line\\n\\nand a long story')", None, "failed: first line\nthe notebook"),
+    ("import no_such_module", None, "failed: No module named 'no_such_module'"),
 ], ids=["dead", "slow", "long", "import"])
 def test_a_failing_notebook_is_one_short_message(tmp_path, code, timeout, message):
     with pytest.raises(stage_runs.StageError, match=message) as caught:

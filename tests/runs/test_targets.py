@@ -144,8 +144,10 @@ def test_texts_that_differ_in_signs_are_different():
 
 
 @pytest.mark.parametrize("stage, parameters", [
-    ("prepare", lambda at: dict(out=at("cache/corpora/toy"))), ("prepare", lambda at: dict(out=at("my"))),
-    ("evaluate", lambda at: dict(models=dict(a=at("run/model")), tasks=[at("exam")], out=at("run/model/scores")))])
+    ("prepare", lambda at: dict(out=at("cache/corpora/toy"), corpora=["toy"])),
+    ("prepare", lambda at: dict(out=at("my"), corpora=["toy"])),
+    ("evaluate", lambda at: dict(models=dict(a=at("run/model")), tasks=[at("exam")], out=at("run/model/scores"),
+                                 yardsticks=[]))])
 def test_stages_look_before_they_write(stage, parameters, here, monkeypatch):
     monkeypatch.setenv("ANCHOR_NB_CACHE", str(here/"cache"))
     (here/"cache/corpora/toy").mkdir(parents=True)
