@@ -141,7 +141,7 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path):
 @pytest.mark.parametrize("change, error, message", [
     (dict(tasks=["no/such/folder"]), stage_runs.StageError, "no/such/folder"),
     (dict(tasks=[]), ValueError, "tasks and benchmark are empty"),  # the recipe refuses it before a notebook starts
-    (dict(models={"anchor": "UNFINISHED"}), stage_runs.StageError, "the run is running"),
+    (dict(models={"anchor": "UNFINISHED"}), stage_runs.StageError, r"without a finished model \(running\)"),
 ])
 def test_evaluation_refuses_bad_input_before_it_loads_a_model(tmp_path, change, error, message):
     ledgers.write_json(tmp_path/"unfinished"/"run.json", dict(stage="stage2", status="running", recipe=dict(steps=3)))

@@ -13,6 +13,7 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import fields
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from anchor_nb.runs.identity import ENGINE
 from anchor_nb.runs.ledger import append_rows, read_rows, write_json
 from anchor_nb.experiments.pipeline import plan
 from anchor_nb.core.recipe import RECIPES
+from anchor_nb.core.settings import default
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.runs.manifest import new_manifest, other_settings
 
@@ -72,15 +74,16 @@ def test_the_folders_of_the_page_are_found():
 # ---- whose state a folder is ----
 
 def of_today(manifest):
-    "A manifest whose recipe has today's names: yardsticks was the switch bm25."
-    recipe = dict(manifest["recipe"])
+    "A manifest whose recipe has today's names: yardsticks was the switch bm25, and younger settings had their defaults."
+    recipe = {f.name: default(f) for f in fields(RECIPES[manifest["stage"]])} | manifest["recipe"]
     if "bm25" in recipe: recipe["yardsticks"] = ["bm25"]*recipe.pop("bm25")
     return manifest | dict(recipe=recipe)
 
 
 def manifests(folder):
     "Name -> manifest: those of runs, and those that an evaluation appends, of each the last state."
-    found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/run.json")}
+    found = {path.parent.name: of_today(json.loads(path.read_text(encoding="utf-8")))
+             for path in folder.glob("*/run.json")}
     evaluations = folder/"evaluations.jsonl"
     if evaluations.is_file():
         found |= {f"evaluation of {', '.join(row['recipe']['models'])}": of_today(row)
