@@ -243,6 +243,7 @@ def check_out(stage: str, values: dict, folder: Path): # values: all parameters
     if stage not in RECIPES or stage in ("evaluate", "report") or not (folder/"run.json").is_file(): return
     recipe = RECIPES[stage](**values)
     undecided = getattr(recipe, "left_open", list)() # what data and machine decide, later
+    if undecided: undecided += ["preset", "epochs"]  # which decide it, and are not kept apart from it
     differing = [words for words in other_settings(read_manifest(folder), recipe)
                  if words.partition(" is ")[0] not in undecided]
     if differing:
