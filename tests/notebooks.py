@@ -28,7 +28,7 @@ from nbdev.config import get_config
 from nbdev.test import test_nb
 config = get_config(sys.argv[1])
 flags = config.tst_flags.split() if isinstance(config.tst_flags, str) else config.tst_flags
-if not sys.argv[1].endswith("06_progress.ipynb"): os.environ["ANCHOR_NB_PROGRESS"] = "off"
+os.environ["ANCHOR_NB_PROGRESS"] = "off"
 if len(sys.argv) > 2 and sys.argv[2] != "--save": # a tutorial, as a reader runs it, but elsewhere and without a GPU
     import contextlib, datasets, logging, transformers, warnings
     os.environ |= {"ACCELERATE_USE_CPU": "1", "TQDM_DISABLE": "1"}

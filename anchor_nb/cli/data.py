@@ -24,15 +24,6 @@ def read_columns(text: str) -> dict: # our field -> the data's
     "A mapping of fields as it is typed."
     return coerce("columns", text, dict) if text else {}
 
-def at_hand(model: str) -> str: # folder or hub id; empty: it would have to be fetched or built
-    "A model whose tokenizer can be read now."
-    from anchor_nb.models import resolve
-    if Path(model).expanduser().is_dir(): return resolve.find_model(model)
-    built = resolve.cache_dir()/"models"/f"{model}-{resolve.BUILD}"/"config.json"
-    if model in resolve.BUILT_MODELS and built.is_file(): return str(built.parent)
-    name = resolve.MODELS.get(model, model)
-    return name if name.count("/") == 1 and resolve.in_hub_cache(name) else ""
-
 # %% ../../nbs/cli/04_data.ipynb #e81b02aa
 @app.command("check", rich_help_panel=DATA)
 def check(data: Pairs, columns: Columns = "",
@@ -41,8 +32,9 @@ def check(data: Pairs, columns: Columns = "",
           as_json: AsJson = False):
     "What is in a table of pairs: rows, fields, lengths, duplicates, faults, examples. Exit code 1 if rows are faulty."
     from anchor_nb.data.inspection import inspect_pairs, next_command, report_lines
+    from anchor_nb.models.resolve import find_model, is_here
     with answering(as_json) as answer:
-        tokenizer = at_hand(model)
+        tokenizer = find_model(model) if is_here(model) else ""
         report = inspect_pairs(data, read_columns(columns), tokenizer, max_length)
         report |= dict(next=next_command(report, data, columns))
         counted = f"lengths in tokens of {model}"

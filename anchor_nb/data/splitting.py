@@ -15,21 +15,9 @@ from .writers import write_lines, write_pairs
 from .retrieval_sets import draw
 from .deduplication import Index, alike, exact_key, plain, runs_of, tally
 
-# %% ../../nbs/data/09_splitting.ipynb #0e1dcb5c
-class Groups:
-    "Numbers that belong together, directly or through others (union-find)."
-    def __init__(self, count: int): self.parents = list(range(count))
-
-    def root(self, n: int) -> int: # the same for all numbers of a group
-        while self.parents[n] != n:
-            self.parents[n] = self.parents[self.parents[n]]
-            n = self.parents[n]
-        return n
-
-    def join(self, a: int, b: int): self.parents[self.root(a)] = self.root(b)
-
 # %% ../../nbs/data/09_splitting.ipynb #9670df3b
-def join_near(groups: Groups, texts: list, # texts: all different
+def join_near(groups,             # a `DisjointSet` of row numbers
+              texts: list,        # all different
               holders: list,      # the row that holds each
               threshold: float = 0.8): # as in deduplication
     "Join the rows whose texts nearly repeat each other."
@@ -37,24 +25,23 @@ def join_near(groups: Groups, texts: list, # texts: all different
     index = Index(tally(runs), threshold)
     for n, of_text in enumerate(runs):
         for m in index.touched(index.rarest(of_text)):
-            if groups.root(holders[n]) == groups.root(holders[m]): continue # or a large group would take long
-            if alike(of_text, runs[m]) >= threshold: groups.join(holders[n], holders[m])
+            if groups.connected(holders[n], holders[m]): continue # or a large group would take long
+            if alike(of_text, runs[m]) >= threshold: groups.merge(holders[n], holders[m])
         index.add(n, of_text)
 
 def group_rows(rows: list,      # in the common form
                marks: list = (), # one value a row; rows with the same one belong together
               ) -> list:        # of lists of row numbers, by first row
     "Rows that must stay on one side."
-    groups, marked = Groups(len(rows)), {}
-    for n, mark in enumerate(marks): groups.join(n, marked.setdefault(mark, n))
+    from scipy.cluster.hierarchy import DisjointSet
+    groups, marked = DisjointSet(range(len(rows))), {}
+    for n, mark in enumerate(marks): groups.merge(n, marked.setdefault(mark, n))
     for texts_of in (lambda row: [row["query"]], lambda row: row["positives"]):
         holders = {} # text -> the first row that holds it
         for n, row in enumerate(rows):
-            for text in map(plain, texts_of(row)): groups.join(n, holders.setdefault(text, n))
+            for text in map(plain, texts_of(row)): groups.merge(n, holders.setdefault(text, n))
         join_near(groups, list(holders), list(holders.values()))
-    members = {}
-    for n in range(len(rows)): members.setdefault(groups.root(n), []).append(n)
-    return list(members.values())
+    return sorted(sorted(members) for members in groups.subsets())
 
 # %% ../../nbs/data/09_splitting.ipynb #178466e8
 def asked(rows: list, numbers: list) -> int:

@@ -51,7 +51,8 @@ def other_settings(manifest: dict, recipe) -> list: # sentences
     stage, here, known = type(recipe).__name__.lower(), settings_of(recipe), as_dict(recipe)
     if manifest["stage"] != stage: return [f"it is a {manifest['stage']} run, not {stage}"]
     there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
-    there = recipe.fixed | there # which a recipe of today does not name
+    younger = {f.name: default(f) for f in fields(recipe) if f.name in here} # a run before them had their defaults
+    there = younger | recipe.fixed | there
     changed = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     differing = [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in changed]
     made = manifest.get("engine", {})

@@ -8,7 +8,9 @@ __all__ = ['Machine', 'this_machine', 'Pairs', 'measure_pairs', 'report', 'table
 # %% ../../nbs/training/09_plan.ipynb #09ba0002
 import math
 from dataclasses import asdict, dataclass, replace
-from ..core.presets import preset_folder
+from ..core.presets import read_preset
+from ..core.recipe import RECIPES
+from .defaults import values_from
 from .flops import Shape, find_shape
 from .memory import (ON_CPU, TARGETS, Setup, Work, choose, describe, free_memory, matrix_rate,
                                        memory)
@@ -67,7 +69,7 @@ def measure_pairs(data: str, model: str, sample: int = 300) -> Pairs: # data, mo
     from anchor_nb.data.rows import load_pairs
     from anchor_nb.models.resolve import is_here, start_of
     tables = load_pairs(data)
-    total, texts = sum(map(len, tables.values())), dict(query=[], document=[])
+    total = sum(map(len, tables.values()))
     rows = [row for table in tables.values() for row in table.select(range(0, len(table), -(-total//sample)))]
     texts = dict(query=[row["query"] for row in rows], document=[row["positives"][0] for row in rows])
     if is_here(model):
@@ -81,23 +83,13 @@ def measure_pairs(data: str, model: str, sample: int = 300) -> Pairs: # data, mo
 ON_CPU_RATE = 0.6 # of the rate of matrix products: the lower of those in nbs/benchmarks/stage1
 TEXTS = 10_000    # to embed, where nobody says how many
 
-def sizes_of(name: str, stage: str) -> dict: # steps, global_batch, max_length, perhaps epochs
-    "What a preset says about the size of a run, else the paper's sizes."
-    import yaml
-    path = preset_folder()/name/f"{stage}.yaml"
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    usual = dict(steps=2000 if stage == "stage1" else 1000, global_batch=512, max_length=512) # section 4 of the paper
-    return usual | {key: value for key, value in values.items() if key in ("epochs", *usual)}
-
 def sizes(machine: Machine, stage: str, pairs: Pairs, given: dict) -> dict: # steps, global_batch, max_length
-    "The size of a run on a machine."
-    found = sizes_of(machine.preset, stage) | {name: value for name, value in given.items() if value}
-    batch, steps = found["global_batch"], found["steps"]
-    if pairs.rows:
-        batch = min(batch, pairs.rows)
-        if "epochs" in found and not given.get("steps"):
-            steps = max(1, min(steps, round(found["epochs"]*pairs.rows/batch)))
-    return dict(steps=steps, global_batch=batch, max_length=found["max_length"])
+    "The size of a run on a machine, as training would choose it where texts are as long as the preset allows."
+    limits = read_preset(machine.preset, stage)
+    recipe = RECIPES[stage](**{name: value for name, value in given.items() if value})
+    rows = pairs.rows or limits["steps"]*(recipe.global_batch or limits["global_batch"]) # as many as it has time for
+    decided = values_from(limits, recipe, [rows], [])
+    return {name: decided[name] for name in ("steps", "global_batch", "max_length")}
 
 # %% ../../nbs/training/09_plan.ipynb #09ba0013
 def setup_for(stage: str, machine: Machine, rank: int, **more) -> Setup:

@@ -13,7 +13,6 @@ import re
 import resource
 import subprocess
 import sys
-from dataclasses import fields
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from anchor_nb.runs.identity import ENGINE
 from anchor_nb.runs.ledger import append_rows, read_rows, write_json
 from anchor_nb.experiments.pipeline import plan
 from anchor_nb.core.recipe import RECIPES
-from anchor_nb.core.settings import default
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.runs.manifest import new_manifest, other_settings
 
@@ -74,16 +72,15 @@ def test_the_folders_of_the_page_are_found():
 # ---- whose state a folder is ----
 
 def of_today(manifest):
-    "A manifest with today's settings: yardsticks was the switch bm25, and younger ones had their defaults."
-    recipe = {f.name: default(f) for f in fields(RECIPES[manifest["stage"]])} | manifest["recipe"]
+    "A manifest with today's settings: yardsticks was the switch bm25."
+    recipe = dict(manifest["recipe"])
     if "bm25" in recipe: recipe["yardsticks"] = ["bm25"]*recipe.pop("bm25")
     return manifest | dict(recipe=recipe)
 
 
 def manifests(folder):
     "Name -> manifest: those of runs, and those that an evaluation appends, of each the last state."
-    found = {path.parent.name: of_today(json.loads(path.read_text(encoding="utf-8")))
-             for path in folder.glob("*/run.json")}
+    found = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/run.json")}
     evaluations = folder/"evaluations.jsonl"
     if evaluations.is_file():
         found |= {f"evaluation of {', '.join(row['recipe']['models'])}": of_today(row)
@@ -288,9 +285,10 @@ def changed(path, **values):
 
 
 @pytest.mark.parametrize("setting, value, message", [("learning_rate", 0.5, "learning_rate is 0.5 there"),
+                                                     ("steps", None, "steps is 0 there"),
                                                      ("gone", 1, "its recipe is none today")])
 def test_another_recipe_is_stale(demo, setting, value, message):
-    "A value that the preset has not; a setting that is gone."
+    "A value that the preset has not; one that a younger setting has beside its default; a setting that is gone."
     changed(demo/"stage1/run.json", **{setting: value})
     assert message in "".join(faults(demo) + unlike_demo(demo))
 

@@ -10,7 +10,8 @@ from anchor_nb.core.presets import presets
 from anchor_nb.core.recipe import LEFT_OPEN, RECIPES
 from anchor_nb.core.settings import as_dict
 from anchor_nb.experiments.pipeline import full_preset
-from anchor_nb.experiments.stages import checked, declared, stage_notebook
+from anchor_nb.experiments.stages import check_out, checked, declared, stage_notebook
+from anchor_nb.runs.manifest import start_run
 from anchor_nb.training import defaults
 from anchor_nb.training.trainer import check_inputs, train
 from common import toy_pairs
@@ -66,3 +67,12 @@ def test_the_machine_decides_between_the_two_presets(tmp_path, monkeypatch):
         monkeypatch.setattr(defaults, "on_gpu", lambda: gpu)
         decided, why = defaults.decide(open_recipe("stage1", tmp_path), tables)
         assert (decided.preset, why.split()[1]) == (name, name) and length in (None, decided.max_length)
+
+
+def test_the_same_command_finds_the_run_that_the_preset_decided(tmp_path):
+    asked = RECIPES["stage1"](model="tiny", data=toy_pairs(), out=str(tmp_path/"run"))
+    start_run(asked.out, check_inputs(asked).recipe)
+    check_out("stage1", as_dict(asked), tmp_path/"run")
+    for change in (dict(alpha=0.5), dict(steps=7)):
+        with pytest.raises(ValueError, match="holds another run: " + next(iter(change))):
+            check_out("stage1", as_dict(asked) | change, tmp_path/"run")
