@@ -57,7 +57,7 @@ def ndcg(model):
 def keep(label, settings, score, began):
     "A row of tuning.jsonl."
     wall, cpu = time.time() - began[0], time.process_time() - began[1]
-    row = dict(label=label, pairs=800, **settings, dev_ndcg_at_10=score, minutes=round(wall/60, 1),
+    row = dict(label=label, pairs=5000 if "glossary" in label else 800, **settings, dev_ndcg_at_10=score, minutes=round(wall/60, 1),
                cpu_minutes=round(cpu/60, 1), command=" ".join(["python", *sys.argv]))
     with open(KEPT/"tuning.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
     print(row, flush=True)
@@ -80,7 +80,7 @@ def attempt(label, *pairs):
 
 
 def minilm(name, epochs, rate):
-    "all-MiniLM-L6-v2, tuned on `tune` or `glossary` by sentence-transformers' own trainer."
+    "all-MiniLM-L6-v2, trained on `tune` or `glossary` by sentence-transformers' own trainer, cut at 64 tokens as ours."
     from datasets import Dataset
     from sentence_transformers import (SentenceTransformer, SentenceTransformerTrainer,
                                        SentenceTransformerTrainingArguments)
@@ -88,6 +88,7 @@ def minilm(name, epochs, rate):
     from anchor_nb.models.resolve import resolve_model
     model, began = SentenceTransformer(str(resolve_model("minilm")), device="cpu"), (time.time(), time.process_time())
     if float(epochs):
+        longest, model.max_seq_length = model.max_seq_length, 64
         source = dict(tune=ROOT/"tune.jsonl", glossary=ROOT/"glossary/pairs/glossary.jsonl")[name]
         rows = Dataset.from_list([dict(anchor=row["query"], positive=row["positive"]) for row in read(source)])
         args = SentenceTransformerTrainingArguments(
@@ -95,8 +96,11 @@ def minilm(name, epochs, rate):
             warmup_ratio=0.1, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, seed=1,
             batch_sampler="no_duplicates")
         SentenceTransformerTrainer(model, args, train_dataset=rows, loss=MultipleNegativesRankingLoss(model)).train()
-        model.save_pretrained(str(ROOT/f"minilm-{name}-{epochs}"))
-    keep(f"minilm {name}", dict(epochs=float(epochs), learning_rate=float(rate), global_batch=32), ndcg(model), began)
+        model.max_seq_length = longest # as it is used
+        model.save_pretrained(str(ROOT/f"minilm-{name}"))
+    settings = dict(epochs=float(epochs), learning_rate=float(rate), global_batch=32, max_length=64)
+    trained = time.process_time() - began[1]
+    keep(f"minilm {name}", settings | dict(train_cpu_minutes=round(trained/60, 1)), ndcg(model), began)
 
 
 if __name__ == "__main__": {"data": data, "try": attempt, "minilm": minilm}[sys.argv[1]](*sys.argv[2:])
