@@ -57,8 +57,8 @@ def ndcg(model):
 def keep(label, settings, score, began):
     "A row of tuning.jsonl."
     wall, cpu = time.time() - began[0], time.process_time() - began[1]
-    row = dict(label=label, pairs=5000 if "glossary" in label else 800, **settings, dev_ndcg_at_10=score, minutes=round(wall/60, 1),
-               cpu_minutes=round(cpu/60, 1), command=" ".join(["python", *sys.argv]))
+    row = dict(label=label, pairs=5000 if "glossary" in label else 800, **settings, dev_ndcg_at_10=score,
+               minutes=round(wall/60, 1), cpu_minutes=round(cpu/60, 1), command=" ".join(["python", *sys.argv]))
     with open(KEPT/"tuning.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
     print(row, flush=True)
 
