@@ -14,9 +14,6 @@ import numpy as np
 from ..core.presets import read_preset
 from ..core.recipe import Training
 from ..data.rows import Batch, examples
-from ..losses.negatives import format_examples
-from ..models.attention import on_gpu
-from ..models.embedder import LayoutSettings, training_formatter
 from ..models.resolve import start_of
 from ..runs.checkpoints import checkpoints
 from ..runs.ledger import read_json
@@ -42,6 +39,8 @@ def pair_lengths(recipe: Training, tables: dict, instructions,
                  most: int, # tokens; what is longer counts as one more
                 ) -> list:  # a number of tokens for each pair of a sample
     "How long the longest text of a pair is, as the model would see it."
+    from anchor_nb.losses.negatives import format_examples
+    from anchor_nb.models.embedder import LayoutSettings, training_formatter
     wanted = LayoutSettings(**settings_in(recipe, LayoutSettings) | dict(max_length=most + 1))
     formatter, negatives = training_formatter(start_of(recipe.model), wanted), getattr(recipe, "negatives", 0)
     formatted = [pair for batch in sample(tables) for pair in
@@ -76,6 +75,7 @@ LEAST = 100 # steps; with fewer, several passes over a small dataset
 def preset_of(recipe: Training) -> tuple: # (laptop or paper, why)
     "The preset that decides, and why it does."
     if recipe.preset != "auto": return recipe.preset, "as asked for"
+    from anchor_nb.models.attention import on_gpu
     return ("paper", "on a GPU") if on_gpu() else ("laptop", "no GPU here")
 
 def values_from(limits: dict,     # the file of a preset

@@ -109,7 +109,9 @@ def test_a_failing_notebook_is_two_lines_and_a_run_shows_no_parameters(tmp_path)
     data = recipe(RECIPES["stage2"], tmp_path).data
     words = [COMMAND, "stage2", "--preset", "smoke", "--model", "tiny", "--data", data, "--out", tmp_path/"out"]
     found = warm.run([*words, "--global-batch", "4096"], capture_output=True, text=True, timeout=300)
-    what, fix = [line for line in found.stderr.splitlines() if not line.endswith(" ...")] # what is being done
+    said = [line for line in found.stderr.splitlines() if not line.endswith(" ...")] # what is being done
+    assert len(said) == 2, found.stderr
+    what, fix = said
     assert found.returncode == 1 and what.startswith("anchor-nb: stage2 failed: ") and "Error" not in what
     assert "the notebook with the traceback: " in fix and found.stdout == ""
     closed = subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

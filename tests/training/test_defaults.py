@@ -12,6 +12,7 @@ from anchor_nb.core.settings import as_dict
 from anchor_nb.experiments.pipeline import full_preset
 from anchor_nb.experiments.stages import check_out, checked, declared, stage_notebook
 from anchor_nb.runs.manifest import start_run
+from anchor_nb.models import attention
 from anchor_nb.training import defaults
 from anchor_nb.training.trainer import check_inputs, train
 from common import toy_pairs
@@ -64,7 +65,7 @@ def test_what_training_runs_is_what_was_decided_and_a_resumed_run_keeps_it(tmp_p
 def test_the_machine_decides_between_the_two_presets(tmp_path, monkeypatch):
     tables = check_inputs(open_recipe("stage1", tmp_path, preset="laptop")).tables
     for gpu, name, length in ((True, "paper", 512), (False, "laptop", None)):
-        monkeypatch.setattr(defaults, "on_gpu", lambda: gpu)
+        monkeypatch.setattr(attention, "on_gpu", lambda: gpu)
         decided, why = defaults.decide(open_recipe("stage1", tmp_path), tables)
         assert (decided.preset, why.split()[1]) == (name, name) and length in (None, decided.max_length)
 
