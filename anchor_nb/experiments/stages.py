@@ -228,7 +228,7 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
     "Have papermill run `notebook` in the current folder and write what will be `output`, without secrets, to `draft`."
     from papermill import execute_notebook
     from papermill.iorw import papermill_io
-    quiet = ["--log-level=ERROR"]   # or each kernel warns about its local connection
+    quiet = ["--log-level=CRITICAL"] # or a kernel tells of its local connection, and that it was stopped
     usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", JUPYTER_PREFER_ENV_PATH="1") | QUIET
     streams = dict(stdout_file=Hiding(secrets, sys.stdout), stderr_file=Hiding(secrets, sys.stderr)) if log else {}
     papermill_io.register(str(output), draft)
