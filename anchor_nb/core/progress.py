@@ -42,7 +42,7 @@ def kind() -> str: # one of `KINDS`
     return asked or ("bar" if terminal_width() or (is_watched() and not rank) else "lines")
 
 # %% ../../nbs/core/06_progress.ipynb #4479c2bf
-LINE = "{desc}: {n_fmt}/{total_fmt}{unit} ({percentage:.0f}%), {elapsed} gone, {remaining} left, {rate_fmt}{postfix}"
+LINE = "{desc}: {n_fmt}/{total_fmt} {unit}s ({percentage:.0f}%), {elapsed} gone, {remaining} left, {rate_fmt}{postfix}"
 
 class Bar(Auto):
     "tqdm.auto without its background thread."
@@ -72,7 +72,7 @@ class Lines(tqdm):
 def progress(items=None,           # what to iterate over; None: the caller calls `update`
              desc: str = "",       # shown in front of the bar
              total: int = None,    # number of `unit`s; None: the length of `items`, or unknown
-             unit: str = " steps", # with a leading space
+             unit: str = "step",   # singular
              initial: int = 0,     # how many are already done
              disable: bool = False, # draw nothing
             ): # -> a tqdm bar: iterate over it, or `update()` it; `set_postfix_str`, `close`, `with`

@@ -319,7 +319,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
     pieces = {n: Piece(*pieces[n]) for n in mine}
     read = lambda n: entries(pieces[n], settings.field, settings.id_field, settings.columns)
     with closing(ahead(read, mine)) as shares, \
-         progress(total=sum(piece.rows for piece in pieces.values()), unit=" texts", disable=rank > 0,
+         progress(total=sum(piece.rows for piece in pieces.values()), unit="text", disable=rank > 0,
                   desc=f"encode, process {rank + 1} of {world}") as bar:
         for number, (ids, texts) in zip(mine, shares):
             vectors = embedder.encode(texts, settings.instruction, role=settings.role)

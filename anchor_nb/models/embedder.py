@@ -491,7 +491,7 @@ def encode_texts(embedder: AnchorEmbedder, texts: list, # strings
     "The vectors of already checked texts."
     vectors, parts, formatter = np.empty((len(texts), size), np.float32), list(growing(len(texts))), embedder.formatter
     write = lambda part: formatter(texts[part], before if isinstance(before, str) else before[part])
-    with closing(ahead(write, parts)) as prepared, progress(total=len(texts), desc="encode", unit=" texts",
+    with closing(ahead(write, parts)) as prepared, progress(total=len(texts), desc="encode", unit="text",
                                                             disable=not show_progress_bar) as bar:
         for part, tokens in zip(parts, prepared):
             pieces, done = cut_by_tokens([len(t.ids) for t in tokens], embedder.micro_tokens), []

@@ -17,7 +17,7 @@ LOOP = """
 import time
 from anchor_nb.core.progress import kind, progress
 print(kind())
-for _ in progress(range(4), "encode", unit=" texts"): time.sleep(0.3)
+for _ in progress(range(4), "encode", unit="text"): time.sleep(0.3)
 """
 RANKS = """
 import time
