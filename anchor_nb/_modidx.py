@@ -2439,6 +2439,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'anchor_nb.models.resolve.near_models': ( 'models/resolve.html#near_models',
                                                                                     'anchor_nb/models/resolve.py'),
                                           'anchor_nb.models.resolve.on_hub': ('models/resolve.html#on_hub', 'anchor_nb/models/resolve.py'),
+                                          'anchor_nb.models.resolve.random_llama': ( 'models/resolve.html#random_llama',
+                                                                                     'anchor_nb/models/resolve.py'),
                                           'anchor_nb.models.resolve.resolve_model': ( 'models/resolve.html#resolve_model',
                                                                                       'anchor_nb/models/resolve.py'),
                                           'anchor_nb.models.resolve.spellings': ( 'models/resolve.html#spellings',
