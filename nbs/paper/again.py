@@ -26,24 +26,25 @@ CARRIED = 3.0 # nats a text that own anchors must save, with 95 % confidence and
 
 # ---- rungs: what is trained, on what, for how long ----
 
-KEPT_APART = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3), anchor_scale=0.07) # gate 1: what made anchors carry
+# from the gates: a term that keeps anchors apart, the norm of a token's embedding, behind a token to rest on
+KEPT_APART = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3), anchor_scale=0.07, anchor_sink=True)
 COMMON = dict(instructions="none", template="plain", schedule="constant", precision="fp32", save_steps=200,
               keep_last=1, micro_tokens=2048)
 VILLAGE = dict(data="village", stage1=dict(steps=400, global_batch=32, learning_rate=3e-3, warmup_steps=20,
                                            max_length=64, carry_pairs=0),
                stage2=dict(steps=100, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
                            snapshot_steps=25, save_steps=0))
-WORDNET = dict(data="wordnet", stage1=dict(steps=1000, global_batch=32, learning_rate=1e-3, warmup_steps=50,
-                                           max_length=64, carry_pairs=64, carry_steps=250, **KEPT_APART),
+WORDNET = dict(data="wordnet", stage1=dict(steps=600, global_batch=16, learning_rate=1e-3, warmup_steps=50,
+                                           max_length=64, carry_pairs=64, carry_steps=100, **KEPT_APART),
                stage2=dict(steps=150, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
-                           snapshot_steps=50, save_steps=0))
+                           snapshot_steps=75, save_steps=0))
 RUNGS = dict(
     dry=dict(VILLAGE, model="tiny", stage1=VILLAGE["stage1"] | dict(steps=4), stage2=VILLAGE["stage2"] | dict(
         steps=4, snapshot_steps=2)),
     village=dict(VILLAGE, model="tiny"),
     small=dict(WORDNET, model=str(ROOT/"small-lm")),
     smollm2=dict(WORDNET, model="smollm2-135m", warm=60, # steps of bags before; see nbs/results/carry/gates.py
-                 stage1=WORDNET["stage1"] | dict(global_batch=16, learning_rate=2e-4, steps=1500),
+                 stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=1500, carry_steps=250),
                  stage2=WORDNET["stage2"] | dict(global_batch=16)))
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None) # own pairs, strangers, no stage I
 
@@ -135,7 +136,7 @@ def run(rung, seeds=len(SEEDS), arms="ASW", kept=KEPT):
 # ---- the small language model ----
 
 
-def small_lm(pairs, steps=1500):
+def small_lm(pairs, steps=1000):
     "A Llama of 6 M weights, first random, then trained on both texts of the pairs; its loss goes to small-lm.jsonl."
     from anchor_nb import Stage1, train
     from anchor_nb.models.resolve import random_llama
@@ -145,7 +146,7 @@ def small_lm(pairs, steps=1500):
     out = ROOT/"small-lm"
     facts = train(Stage1(model=str(ROOT/"random"), data=str(pairs), out=str(ROOT/"training"), seed=1,
                          objectives=dict(lm=1.0), alpha=0.5, steps=steps, global_batch=64, learning_rate=2e-3,
-                         warmup_steps=100, max_length=64, **COMMON | dict(schedule="cosine")))
+                         warmup_steps=50, max_length=64, **COMMON | dict(schedule="cosine")))
     for row in rows_of(ROOT/"training/metrics.jsonl"):
         if row["step"] % 50 == 0 or row["step"] == 1:
             keep("small-lm.jsonl", {name: round(row[name], 4) for name in ("step", "loss", "loss_documents",
