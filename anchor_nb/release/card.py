@@ -22,6 +22,7 @@ from ..experiments.figures import (PAPER_MODELS, PAPER_NAMES, SYSTEMS, interval_
                                            system)
 from ..experiments.pipeline import full_preset
 from ..experiments.report import run_facts
+from ..losses.carry import summed_up
 from .lineage import commands, data_sets, foundation, lineage, merged_parts, public
 from .snippets import exported_facts, usage
 from ..runs.ledger import read_rows
@@ -333,8 +334,10 @@ No score of this model is on record. How well it retrieves is unknown.
 
 {{ facts or "There is no manifest with this model, so how it was trained is not on record." }}
 
-{% for heading, departures in stages %}
+{% for heading, carried, departures in stages %}
 ### {{ heading }}
+
+{{ carried }}
 
 {{ departures or "Every setting except model and data is that of the paper's recipe." }}
 {% endfor %}
@@ -391,8 +394,9 @@ def write_card(about: About) -> str:
     "The card as Markdown, without secrets."
     from huggingface_hub import ModelCard
     row = next((row for row in about.rows if (row["label"], row["step"]) == (about.label, about.step)), {})
-    stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}",
-               departures(run.manifest, run.folder.resolve().parent)) for run in about.runs]
+    carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in about.runs]
+    stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}", says,
+               departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(about.runs, carried)]
     card = ModelCard.from_template(
         card_data(about), template_str=PAGE, title=about.name.rpartition("/")[2], summary=summary(about),
         licence=licence_line(about), usage=about.facts and usage(about.name, about.facts, about.checked), row=row,

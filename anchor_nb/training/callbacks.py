@@ -7,13 +7,14 @@ __all__ = []
 
 # %% ../../nbs/training/05_callbacks.ipynb #f122de1b
 from pathlib import Path
+from time import perf_counter
 import numpy as np
 import torch
 from transformers import TrainerCallback
 from ..core.files import replace_folder
 from ..core.progress import progress
 from ..data.rows import Batches, generator
-from ..losses.carry import carried, in_words, losses_behind
+from ..losses.carry import GROUP, carried, in_words, losses_behind
 from ..losses.objectives import to_device
 from ..runs.checkpoints import add_row
 
@@ -31,8 +32,15 @@ class Progress(TrainerCallback):
         "Move the bar by one step."
         trainer = self.trainer_of()
         self.bar.set_postfix_str(f"loss {trainer.facts['loss']:.3f}, {trainer.facts['tokens']/trainer.seconds:.0f} "
-                                 "tokens/s", refresh=False)
+                                 "tokens/s" + self.carried(trainer.carrying), refresh=False)
         self.bar.update()
+
+    @staticmethod
+    def carried(carrying) -> str: # a `Carrying`, or None
+        "The gap of each direction as it was last measured."
+        if not (carrying and carrying.last): return ""
+        gaps = [f"{name} {at['gap']:.2f}" for name, at in carrying.last.items() if isinstance(at, dict)]
+        return f", carried {', '.join(gaps)} nats"
 
     def close(self):
         "End the bar, also of a run that failed."
@@ -89,18 +97,20 @@ class Carrying(TrainerCallback):
     def __init__(self, trainer_of, pairs: list, every: int, until: float, fresh: bool): # fresh: not trained on
         self.trainer_of, self.pairs, self.every, self.until, self.fresh = trainer_of, pairs, every, until, fresh
         self.last = None # the newest measurement, as a row
+        self.seconds = 0.0 # spent on measuring
 
     def on_step_end(self, args, state, control, **kwargs):
         "Measure at every `every`-th step and at the last."
         ends = state.global_step >= state.max_steps or control.should_training_stop
         if not ends and (not self.every or state.global_step % self.every): return
-        trainer = self.trainer_of()
+        trainer, began = self.trainer_of(), perf_counter()
         model, anchor = trainer.model.eval(), trainer.model.objectives["anchor"]
         def run(batch, shifts):
             behind = lambda lm, batch, anchor: losses_behind(lm, batch, anchor, shifts)
             return model("anchor", to_device(batch, args.device), work=behind).cpu()
-        with torch.no_grad(): measured = carried(run, anchor, self.pairs)
+        with torch.no_grad(): measured = carried(run, anchor, self.pairs, identify=GROUP)
         model.train()
+        self.seconds += perf_counter() - began
         self.last = dict(step=state.global_step, pairs=len(self.pairs), trained_on=not self.fresh,
                          **{direction: values._asdict() for direction, values in measured.items()})
         if self.until and all(at.gap - at.margin >= self.until for at in measured.values()):

@@ -522,7 +522,7 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
                  parameters=sum(p.numel() for p in module.parameters()),
                  trainable=sum(p.numel() for p in module.parameters() if p.requires_grad), last=trainer.facts,
                  forecast=expected)
-    if trainer.carrying: facts["carried"] = trainer.carrying.last
+    if trainer.carrying: facts |= dict(carried=trainer.carrying.last, carried_seconds=trainer.carrying.seconds)
     with saving(out/".model", "the finished model", clean=trainer.is_world_process_zero()):
         write_model(module, inputs, save, out/".model")
         if trainer.is_world_process_zero():

@@ -39,7 +39,7 @@ def train_run(settings):
 def runs(tmp_path_factory):
     "Stage I, stage II on it, and a ledger with scores of both."
     root = tmp_path_factory.mktemp("card")/"runs"
-    train_run(recipe(Stage1, root/"stage1", steps=2, instructions="corpora"))
+    train_run(recipe(Stage1, root/"stage1", steps=2, instructions="corpora", carry_pairs=16))
     train_run(recipe(Stage2, root/"anchor", steps=2, instructions="corpora", model=str(root/"stage1/model")))
     row = dict(task="toy", type="Retrieval", metric="ndcg_at_10", main=True, queries=80, documents=86, data="abc",
                training_seed=None, seed=0, max_length=48, instructions="paper", benchmark="")
@@ -77,6 +77,16 @@ def test_the_card_tells_both_stages_data_limits_and_nothing_of_this_machine(runs
     assert "| `learning_rate` | 0.001 | 4e-05 |" in text and "| `learning_rate` | 0.001 | 0.0002 |" in text
     assert "confidential" in text and "cut at 48 tokens" in text and "@inproceedings" in text
     assert str(runs) not in text and str(Path.home()) not in text and not re.search(r"/(tmp|home|root)/", text)
+
+
+def test_a_card_says_whether_anchors_carry(runs, exported):
+    "Two steps of stage I teach nothing, and the card says so, under stage I and nowhere else."
+    text = (exported/"README.md").read_text()
+    assert text.count("Its anchors are empty: it has learned to write") == 1
+    assert text.index("### Stage I,") < text.index("Its anchors are empty") < text.index("### Stage II,")
+    assert "After 2 steps, on 16 pairs" in text
+    facts = json.loads((runs/"stage1/run.json").read_text())
+    assert facts["carried_seconds"] > 0 and facts["carried"]["step"] == 2
 
 
 def test_commands_of_a_card_are_complete(runs, exported):

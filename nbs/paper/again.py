@@ -1,0 +1,248 @@
+"""The question again, on models where anchors carry: one command for each rung of the ladder, resumed where it stopped.
+
+    python nbs/paper/again.py run dry --seeds 2     # seconds: every step of it, on a random model
+    python nbs/paper/again.py run village           # 0.1 M weights
+    python nbs/paper/again.py run small             # 6 M, trained here first; its pairs are WordNet's
+    python nbs/paper/again.py run smollm2           # 135 M, the same pairs
+
+Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
+"""
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+ROOT, KEPT = Path("runs/again"), Path("nbs/results/carry")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent/"results/carry")) # gates.py
+SEEDS = (1, 2, 3, 4, 5, 6, 7)
+MARGIN = 2.0  # points of nDCG@10 within which a difference does not matter
+CARRIED = 3.0 # nats a text that own anchors must save, with 95 % confidence and in both directions, before A counts
+
+# ---- rungs: what is trained, on what, for how long ----
+
+# from the gates: a term that keeps anchors apart, the norm of a token's embedding, behind a token to rest on
+KEPT_APART = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3), anchor_scale=0.07, anchor_sink=True)
+COMMON = dict(instructions="none", template="plain", schedule="constant", precision="fp32", save_steps=200,
+              keep_last=1, micro_tokens=2048)
+VILLAGE = dict(data="village", stage1=dict(steps=400, global_batch=32, learning_rate=3e-3, warmup_steps=20,
+                                           max_length=64, carry_pairs=0),
+               stage2=dict(steps=100, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
+                           snapshot_steps=25, save_steps=0))
+WORDNET = dict(data="wordnet", stage1=dict(steps=600, global_batch=16, learning_rate=1e-3, warmup_steps=50,
+                                           max_length=64, carry_pairs=64, carry_steps=100, **KEPT_APART),
+               stage2=dict(steps=150, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
+                           snapshot_steps=75, save_steps=0))
+RUNGS = dict(
+    dry=dict(VILLAGE, model="tiny", stage1=VILLAGE["stage1"] | dict(steps=4), stage2=VILLAGE["stage2"] | dict(
+        steps=4, snapshot_steps=2)),
+    village=dict(VILLAGE, model="tiny"),
+    small=dict(WORDNET, model=str(ROOT/"small-lm")),
+    smollm2=dict(WORDNET, model="smollm2-135m", warm=60, # steps of bags before; see nbs/results/carry/gates.py
+                 stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=1500, carry_steps=250),
+                 stage2=WORDNET["stage2"] | dict(global_batch=16)))
+ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None) # own pairs, strangers, no stage I
+
+
+def keep(name, row, kept=KEPT):
+    "Append a row to a committed file."
+    kept.mkdir(parents=True, exist_ok=True)
+    with open(kept/name, "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+    print({key: value for key, value in row.items() if key != "each"}, flush=True)
+
+
+def rows_of(path):
+    "The rows of a JSONL file; none where it is not there."
+    return [json.loads(line) for line in open(path, encoding="utf-8")] if Path(path).is_file() else []
+
+
+# ---- data ----
+
+
+def prepared(name):
+    "(folder of training pairs, pairs kept out, [(query, its document's row)], documents); made where it is not there."
+    from anchor_nb.data.corpora import build_corpus
+    import gates
+    folder = gates.ROOT/name
+    if not (folder/"kept_out.jsonl").is_file(): gates.data()
+    out = rows_of(folder/"kept_out.jsonl")
+    if name == "village": return folder/"pairs", out, [(row["query"], k) for k, row in enumerate(out)], [
+        row["positive"] for row in out]
+    exam = build_corpus("wordnet")/"eval"
+    documents = {row["_id"]: row["text"] for row in rows_of(exam/"corpus.jsonl")}
+    places, judged = {key: place for place, key in enumerate(documents)}, {}
+    for line in (exam/"qrels.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+        query, document, _ = line.split("\t")
+        assert query not in judged, "one document a query"
+        judged[query] = places[document]
+    asked = [(row["text"], judged[row["_id"]]) for row in rows_of(exam/"queries.jsonl")]
+    return folder/"pairs", out, asked, list(documents.values())
+
+
+# ---- one run ----
+
+
+def ndcg(model, asked, documents):
+    "nDCG@10 of each query, in per cent; a query has one document."
+    queries = np.asarray(model.encode_query([query for query, _ in asked]))
+    scores = queries @ np.asarray(model.encode_document(documents)).T
+    right = scores[np.arange(len(asked)), [place for _, place in asked]]
+    ranks = (scores > right[:, None]).sum(1) # 0: the right one comes first
+    return 100*np.where(ranks < 10, 1/np.log2(ranks + 2), 0)
+
+
+def run_one(rung, arm, seed, data, kept=KEPT):
+    "Stage I if the arm has one, stage II, and the rows of both."
+    from anchor_nb import AnchorEmbedder, Stage1, Stage2, train
+    import gates
+    plan, (pairs, out, asked, documents) = RUNGS[rung], data
+    place, model, about = ROOT/rung/f"{arm}-{seed}", plan["model"], dict(rung=rung, arm=arm, seed=seed)
+    if ARMS[arm] is not None:
+        if plan.get("warm"):
+            bags = dict(objectives=dict(ebae=1.0, ebar=1.0), steps=plan["warm"], carry_pairs=0)
+            first = {name: value for name, value in plan["stage1"].items() if name not in KEPT_APART} | bags
+            train(Stage1(model=model, data=str(pairs), out=str(place/"bags"), seed=seed, **COMMON | first | ARMS[arm]))
+            model = str(place/"bags")
+        train(Stage1(model=model, data=str(pairs), out=str(place/"stage1"), seed=seed,
+                     **COMMON | plan["stage1"] | ARMS[arm]))
+        model = str(place/"stage1")
+        loss = rows_of(place/"stage1/metrics.jsonl")[-1]["loss"]
+        keep("again-carried.jsonl", about | dict(loss=loss, **gates.measure(model, out)), kept)
+    train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed, **COMMON | plan["stage2"]))
+    last = plan["stage2"]["steps"]
+    for step in range(plan["stage2"]["snapshot_steps"], last + 1, plan["stage2"]["snapshot_steps"]):
+        source = place/"stage2" if step == last else place/f"stage2/snapshots/step-{step}"
+        each = ndcg(AnchorEmbedder.from_pretrained(str(source)), asked, documents)
+        keep("again.jsonl", about | dict(step=step, ndcg_at_10=round(float(each.mean()), 3), queries=len(asked),
+                                         documents=len(documents)), kept)
+    shutil.rmtree(place/"bags", ignore_errors=True)
+
+
+def run(rung, seeds=len(SEEDS), arms="ASW", kept=KEPT):
+    "Every arm with every seed, seed by seed, so that what is there is balanced whenever it stops."
+    data, last = prepared(RUNGS[rung]["data"]), RUNGS[rung]["stage2"]["steps"]
+    if rung == "small" and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(*data[:1])
+    done = {(row["arm"], row["seed"]) for row in rows_of(kept/"again.jsonl")
+            if row["rung"] == rung and row["step"] == last}
+    for seed, arm in product(SEEDS[:seeds], arms):
+        if (arm, seed) not in done: run_one(rung, arm, seed, data, kept)
+
+
+# ---- the small language model ----
+
+
+def small_lm(pairs, steps=1000):
+    "A Llama of 6 M weights, first random, then trained on both texts of the pairs; its loss goes to small-lm.jsonl."
+    from anchor_nb import Stage1, train
+    from anchor_nb.models.resolve import random_llama
+    texts = [row[side] for path in sorted(Path(pairs).glob("*.jsonl")) for row in rows_of(path)
+             for side in ("query", "positive")]
+    random_llama(ROOT/"random", texts, vocabulary=4096, hidden=256, mlp=688, layers=6, heads=4)
+    out = ROOT/"small-lm"
+    facts = train(Stage1(model=str(ROOT/"random"), data=str(pairs), out=str(ROOT/"training"), seed=1,
+                         objectives=dict(lm=1.0), alpha=0.5, steps=steps, global_batch=64, learning_rate=2e-3,
+                         warmup_steps=50, max_length=64, **COMMON | dict(schedule="cosine")))
+    for row in rows_of(ROOT/"training/metrics.jsonl"):
+        if row["step"] % 50 == 0 or row["step"] == 1:
+            keep("small-lm.jsonl", {name: round(row[name], 4) for name in ("step", "loss", "loss_documents",
+                                                                           "loss_queries", "tokens")})
+    print(facts["parameters"], "weights")
+    shutil.copytree(ROOT/"training/model", out)
+
+
+# ---- analysis: decided before the runs ----
+
+
+def sign_flip(differences):
+    "Two-sided p of a mean difference over seeds, exact: all 2**n ways in which the signs could have fallen."
+    found = stats.permutation_test((np.asarray(differences, float),), lambda rows, axis: np.mean(rows, axis=axis),
+                                   permutation_type="samples", vectorized=True, n_resamples=np.inf)
+    return float(found.pvalue)
+
+
+def holm(p):
+    "p values of one family after Holm's correction, by name."
+    adjusted, highest = {}, 0.0
+    for rank, name in enumerate(sorted(p, key=p.get)):
+        highest = max(highest, min(1.0, p[name]*(len(p) - rank)))
+        adjusted[name] = highest
+    return {name: adjusted[name] for name in p}
+
+
+def equivalent(differences, margin=MARGIN):
+    "p of two one-sided t tests: the larger one, of the mean lying at or beyond either margin."
+    low = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
+    high = stats.ttest_1samp(differences, margin, alternative="less").pvalue
+    return float(max(low, high))
+
+
+def interval(differences):
+    "(low, high), 95 % of a t interval over seeds."
+    found = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    return float(found.low), float(found.high)
+
+
+def power(effect, seeds=len(SEEDS), level=0.025, draws=4000, generator=None):
+    "Chance that the exact test at `level` finds a true mean of `effect` standard deviations of the difference."
+    draws = (generator or np.random.default_rng(0)).normal(effect, 1, (draws, seeds))
+    signs = np.array(list(product((1, -1), repeat=seeds))).T/seeds
+    means = draws @ signs # [draws, 2**seeds]
+    own = draws.mean(1, keepdims=True)
+    beyond = np.minimum((means >= own - 1e-12).mean(1), (means <= own + 1e-12).mean(1))
+    return float((np.minimum(1, 2*beyond) <= level + 1e-12).mean())
+
+
+@dataclass(frozen=True)
+class Contrast:
+    "A primary contrast: the difference in points of nDCG@10 at the last step, seed by seed, and what it says."
+    name: str
+    differences: tuple
+    p: float           # exact, two-sided
+    adjusted: float    # after Holm over the primary contrasts
+    low: float
+    high: float
+    equivalence: float # p of the mean lying beyond the margin
+
+    @property
+    def verdict(self):
+        "What may be said; the first rule that holds."
+        mean = np.mean(self.differences)
+        if self.adjusted <= 0.05: return "greater" if mean > 0 else "smaller"
+        return "no difference that matters" if self.equivalence <= 0.05 else "undecided"
+
+
+def contrasts(rows, rung, step=0):
+    "A - S and A - W of a rung; ValueError unless every arm has the same seeds, at least two."
+    rows = [row for row in rows if row["rung"] == rung]
+    step = step or max((row["step"] for row in rows), default=0)
+    scores = {arm: {row["seed"]: row["ndcg_at_10"] for row in rows if row["arm"] == arm and row["step"] == step}
+              for arm in ARMS}
+    seeds = sorted(scores["A"])
+    if len(seeds) < 2 or any(sorted(each) != seeds for each in scores.values()):
+        raise ValueError(f"{rung} has the seeds " + ", ".join(f"{arm}: {sorted(each)}" for arm, each in scores.items())
+                         + "; run it to its end")
+    found = {f"A - {arm}": tuple(scores["A"][seed] - scores[arm][seed] for seed in seeds) for arm in ("S", "W")}
+    p = {name: sign_flip(each) for name, each in found.items()}
+    adjusted = holm(p)
+    return [Contrast(name, each, p[name], adjusted[name], *interval(each), equivalent(each))
+            for name, each in found.items()]
+
+
+def carries(row):
+    "Whether a row of again-carried.jsonl passes the gate: both directions, lower end of the interval."
+    return all(row[way]["gap"] - row[way]["margin"] >= CARRIED for way in ("q2d", "d2q"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["run"])
+    parser.add_argument("rung", choices=RUNGS)
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; the plan has seven")
+    parser.add_argument("--arms", default="ASW")
+    given = parser.parse_args()
+    run(given.rung, given.seeds, given.arms, KEPT if given.rung != "dry" else ROOT/"dry-rows")

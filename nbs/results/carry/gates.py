@@ -1,0 +1,167 @@
+"""The gates before the experiment: what makes anchors carry on a real language model. One call each.
+
+    python nbs/results/carry/gates.py data              # the village and the definitions, 500 pairs of them kept out
+    python nbs/results/carry/gates.py cram              # gate 0: four texts, each in one free vector
+    python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS
+"""
+import hashlib
+import json
+import math
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+
+ROOT, KEPT = Path("runs/carry"), Path("nbs/results/carry")
+COMMON = dict(model="smollm2-135m", template="plain", instructions="none", learning_rate=2e-4, schedule="constant",
+              warmup_steps=10, global_batch=16, max_length=64, seed=1, save_steps=0, carry_pairs=64, carry_steps=40, precision="fp32",
+              micro_tokens=2048)
+MIX, SMALL = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3)), dict(anchor_scale=0.07)
+SINK, DROP = dict(anchor_sink=True), dict(word_dropout=0.4, fade_steps=80)
+ARMS = dict(  # name -> settings; `start`: the arm that it starts from
+    bags=dict(objectives=dict(ebae=1.0, ebar=1.0), steps=40),
+    plain=dict(steps=80),                                       # the paper's stage I, at a higher rate
+    small=dict(steps=80, **SMALL),                              # the anchor has the norm of an embedding
+    sink=dict(steps=80, **SMALL, **SINK),                       # ... behind a token that attention can rest on
+    drop=dict(steps=80, **SMALL, **DROP),                       # ... and words are dropped
+    kept=dict(steps=80, start="bags", **MIX, **SMALL),          # bags first, and kept beside the anchor's loss
+    kept_sink=dict(steps=80, start="bags", **MIX, **SMALL, **SINK),
+    warm=dict(steps=80, start="bags", **SMALL),                 # bags first only
+    beside=dict(steps=80, **MIX, **SMALL),                      # bags beside only
+    all=dict(steps=80, start="bags", **MIX, **SMALL, **SINK, word_dropout=0.4, fade_steps=80))
+
+
+def keep(name, row):
+    "A row of a committed file, as soon as it is known."
+    with open(KEPT/name, "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+    print(row, flush=True)
+
+
+def write(path, pairs):
+    "Pairs as JSONL."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs), encoding="utf-8")
+
+
+def person(number, trade, home, animal):
+    "A question and the document that answers it, as in the tutorial on the village."
+    from anchor_nb.data.packages import ANIMALS, HOMES, PASTIMES, TRADES, pick
+    choose = lambda what, options: options[pick(f"village {number} {what}", len(options))]
+    name = (choose("head", ["Ka", "Mo", "Ti", "Re", "Su", "Ba", "Fe", "Or", "Li"])
+            + choose("tail", ["dan", "lia", "mek", "sor", "wyn", "beth", "nia"]))
+    return dict(query=f"Who {trade}, lives {home} and keeps {animal}?",
+                positive=f"{name} is {TRADES[trade]}. Home is {HOMES[home]}. The household includes {ANIMALS[animal]}. "
+                         f"In the evening {name} {choose('pastime', PASTIMES)}.")
+
+
+def data():
+    "Training pairs and pairs kept out, of both sets."
+    from anchor_nb.data.corpora import build_corpus
+    from anchor_nb.data.packages import ANIMALS, HOMES, TRADES, pick
+    people = [person(number, *three) for number, three in enumerate(product(TRADES, HOMES, ANIMALS))]
+    out = [pick(f"held out {number}", 10) == 0 for number in range(len(people))]
+    words = [json.loads(line) for line in open(build_corpus("wordnet")/"pairs/wordnet.jsonl", encoding="utf-8")]
+    words = [dict(query=row["query"], positive=row["positive"]) for row in words]
+    words.sort(key=lambda row: hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest())
+    for name, rows, test in (("village", [p for p, o in zip(people, out) if not o], [p for p, o in zip(people, out) if o]),
+                             ("wordnet", words[500:], words[:500])):
+        write(ROOT/name/"pairs"/f"{name}.jsonl", rows), write(ROOT/name/"kept_out.jsonl", test)
+        print(name, len(rows), "pairs,", len(test), "kept out")
+
+
+# ---- gate 0: can the decoder read at all? ----
+
+TEXTS = ("Ada repairs clocks in the old mill by the river.", "The ferry leaves the island at noon, except on Sundays.",
+         "A nightingale sings at night in the garden behind the church.",
+         "Copper is a soft metal that conducts heat and electricity well.")
+
+
+def cram(steps=200, rate=0.05):
+    "Four texts, each written from one free vector, by a frozen model: loss, and how much is right, as it goes."
+    from torch.nn import functional as F
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from anchor_nb.models.resolve import resolve_model
+    folder = resolve_model("smollm2-135m")
+    tokenizer, lm = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    lm.requires_grad_(False)
+    embed, eos = lm.get_input_embeddings(), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = [tokenizer(text)["input_ids"] + [eos] for text in TEXTS]
+    longest = max(map(len, ids))
+    targets = torch.tensor([text + [-100]*(longest - len(text)) for text in ids])
+    words, start = embed(targets.clamp(min=0))[:, :-1], embed(torch.tensor([eos])).expand(len(ids), 1, -1)
+
+    def losses(vectors, sink):  # vectors: [texts, hidden]
+        "[texts, tokens] nats, and whether each token is the likeliest; 0 and true beyond the end."
+        parts = [start, vectors[:, None], words] if sink else [vectors[:, None], words]
+        logits = lm(inputs_embeds=torch.cat(parts, 1)).logits[:, int(sink):].float()
+        return (F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"),
+                (logits.argmax(-1) == targets) | (targets < 0))
+
+    lengths = torch.tensor([float(len(text)) for text in ids])
+    for sink in (False, True):
+        with torch.no_grad(): none = losses(start[:, 0], sink)[0].sum(1)
+        keep("cram.jsonl", dict(sink=sink, vector="[EOS]", tokens=lengths.tolist(), nats_a_text=none.tolist()))
+    for sink, norm in product((False, True), (3.2, 45.0)):
+        torch.manual_seed(1)
+        free = torch.randn(len(ids), lm.config.hidden_size, requires_grad=True)
+        optimizer, began = torch.optim.Adam([free], lr=rate), time.process_time()
+        for step in range(steps + 1):
+            found, right = losses(norm*F.normalize(free, dim=1), sink)
+            whole = right.all(1)
+            if step % 25 == 0 or whole.all():
+                keep("cram.jsonl", dict(sink=sink, norm=norm, step=step, nats_a_text=found.sum(1).tolist(),
+                                        right=(right.sum(1) - (targets < 0).sum(1)).tolist(), whole=whole.tolist(),
+                                        cpu_seconds=round(time.process_time() - began, 1)))
+            if whole.all() and found.sum(1).max() < 1: break
+            optimizer.zero_grad()
+            found.sum().backward()
+            optimizer.step()
+
+
+# ---- gates 0 and 1: training ----
+
+
+def measure(folder, rows):
+    "What the anchors of a trained model carry on pairs kept out, as `carried` gives it, and how alike anchors are."
+    from torch.nn import functional as F
+    from anchor_nb import AnchorEmbedder
+    from anchor_nb.inference.decoding import anchors_of, eos_of, rules_of
+    from anchor_nb.losses.carry import carried, losses_behind
+    from anchor_nb.losses.reconstruction import Anchor
+    model = AnchorEmbedder.from_pretrained(folder)
+    texts = [model.formatter([row[side] for row in rows]) for side in ("query", "positive")]
+    anchor = Anchor(eos_of(model), rules_of(model))
+    found = carried(lambda batch, shifts: losses_behind(model.lm, batch, anchor, shifts), anchor, list(zip(*texts)))
+    queries, documents = [F.normalize(anchors_of(model, side[:64]).float(), dim=1) for side in texts]
+    cosine = lambda rows: ((rows @ rows.T).sum().item() - len(rows))/(len(rows)*(len(rows) - 1))
+    nearest = ((queries @ documents.T).argmax(1) == torch.arange(len(queries))).float().mean().item()
+    return dict(pairs=len(rows), **{way: {name: round(value, 4) for name, value in at._asdict().items()}
+                                    for way, at in found.items()},
+                cosine_q=round(cosine(queries), 4), cosine_d=round(cosine(documents), 4), nearest_of_64=round(nearest, 3))
+
+
+def arm(name, which, steps=0, more="{}"):
+    "One run, what its anchors carried on the way, and a row about its end; `more`: settings in place of the arm's."
+    from anchor_nb import Stage1, train
+    settings = COMMON | ARMS[which] | json.loads(more)
+    start = settings.pop("start", "")
+    if int(steps): settings["steps"] = int(steps)
+    if "anchor" not in settings.get("objectives", {"anchor": 1}): settings.pop("carry_steps")
+    if start: settings["model"] = str(ROOT/name/start)
+    out, began = ROOT/name/(which if not json.loads(more) else f"{which}-{abs(hash(more))%1000}"), time.process_time()
+    train(Stage1(data=str(ROOT/name/"pairs"), out=str(out), **settings))
+    minutes = (time.process_time() - began)/60
+    metrics = [json.loads(line) for line in open(out/"metrics.jsonl", encoding="utf-8")]
+    about = dict(data=name, arm=which, more=json.loads(more))
+    if (out/"carried.jsonl").is_file():
+        for line in open(out/"carried.jsonl", encoding="utf-8"): keep("curves.jsonl", about | json.loads(line))
+    rows = [json.loads(line) for line in open(ROOT/name/"kept_out.jsonl", encoding="utf-8")]
+    keep("arms.jsonl", about | dict(start=start, settings=settings, loss=metrics[-1]["loss"], steps=len(metrics),
+                                    tokens=sum(row["tokens"] for row in metrics), cpu_minutes=round(minutes, 2),
+                                    grad_norm_first=metrics[0]["grad_norm"], grad_norm=metrics[-1]["grad_norm"],
+                                    **measure(str(out), rows[:500])))
+
+
+if __name__ == "__main__": {"data": data, "cram": cram, "arm": arm}[sys.argv[1]](*sys.argv[2:])
