@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
-from anchor_nb.core.recipe import Stage1, Training
+from anchor_nb.core.progress import without_bars
+from anchor_nb.core.recipe import Training
 from anchor_nb.losses.reconstruction import count_targets
 from anchor_nb.models.attention import on_gpu, usable_attention, wants_autocast
 from anchor_nb.training.steps import ContrastiveStep, ReconstructionStep
@@ -79,7 +80,8 @@ def make_step(resolved: Resolved, budget: int): # budget: tokens of a piece
 def naive(recipe: Training, examples: list) -> tuple: # (loss, name -> gradient)
     "The naive form in fp32, on the device at hand."
     resolved = Resolved(recipe)
-    lm = AutoModelForCausalLM.from_pretrained(resolved.model, dtype=torch.float32, attn_implementation="sdpa")
+    with without_bars():
+        lm = AutoModelForCausalLM.from_pretrained(resolved.model, dtype=torch.float32, attn_implementation="sdpa")
     lm.to("cuda" if on_gpu() else "cpu").train()
     of_stage = naive_stage2 if resolved.stage == "stage2" else naive_stage1
     loss = of_stage(lm, make_step(resolved, 10**9), examples, recipe)
