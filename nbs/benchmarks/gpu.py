@@ -157,7 +157,9 @@ def resume_rows(corpus: str, steps: int, kill_after: int, tolerance: float, **se
         try: isolated("gpu:trained", stage="stage1", kill_after=kill_after, **how("killed"))
         except OutOfTime:
             raise
-        except RuntimeError: pass  # as it should
+        except RuntimeError as error:
+            if not list(Path(work, "killed").glob("checkpoint-*")):
+                raise RuntimeError(f"the run left no checkpoint: {error}") from None
         else:
             raise RuntimeError("the run ended before it could be killed; give it more steps")
         again = isolated("gpu:trained", stage="stage1", **how("killed"))
@@ -209,7 +211,7 @@ def encode_speed_rows(model: str, corpora: list, mixes: list, texts: int, max_le
 def swept_rows(name: str, values: list, **settings):
     "One setting of a step of stage I varied."
     for value in values:
-        for row in bench_rows("stage1", ways=(OURS,), **settings | {name: value}):
+        for row in bench_rows("stage1", **settings | {name: value}):
             yield row | dict(case=f"{name}={value}", swept=name)
 
 

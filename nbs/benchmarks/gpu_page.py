@@ -30,13 +30,15 @@ def cases(rows: list, part: str) -> list:  # of rows
 
 
 FIGURES = dict(loss_error="loss off by {:.0e}", gradient_error="gradient off by {:.0e}", vector_error="off by {:.0e}",
-               tokens_per_second="{:,.0f} tokens/s", rate="{:.3g} FLOP/s", efficiency="{:.0%} of the matrix rate",
-               peak_bytes="peak {:.2e} bytes", predicted_bytes="{:.2e} bytes forecast")
+               tokens_per_second="{:,.0f} tokens/s", rate="matrix products at {:.3g} FLOP/s",
+               efficiency="{:.0%} of that", peak_bytes="peak {:.2f} GB", predicted_bytes="{:.2f} GB forecast",
+               last_line="{}")
 
 
 def in_words(row: dict) -> str:
     "A case in one line."
-    words = [shown.format(row[name]) for name, shown in FIGURES.items() if row.get(name) is not None]
+    value = lambda name: row[name]/1e9 if name.endswith("_bytes") else row[name]
+    words = [shown.format(value(name)) for name, shown in FIGURES.items() if row.get(name) is not None]
     verdict = {True: "holds", False: "DOES NOT HOLD"}.get(row.get("holds"))
     return "; ".join([f"{row['case']}{', ' + row['way'] if 'way' in row else ''}: {', '.join(words)}",
                       *filter(None, [verdict, row.get("why")])])
