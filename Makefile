@@ -5,10 +5,14 @@
 # make docs    build the docs site into _docs, offline
 # make sync    after editing notebooks: write modules, README.md and pyproject.toml from them
 # make venv    only set up .venv
+# make gpu     check a GPU machine in 25 minutes: right, fast, as much memory as planned; DEVICE=cpu is a dry run
+# make gpu-kit    a folder to carry to a GPU machine that can fetch nothing: KIT=runs/gpu-kit
 #
 # Each makes .venv first if there is none. Variables:
 #   PYTHON=python3.12     the interpreter to make .venv with (default: the first of python3, python3.11, ... that is 3.11 or later)
+#                         gpu: the one that has torch; nothing is installed into it
 #   PIP_ARGS="..."        handed to every pip install, e.g. --index-url of an index with CPU-only or CUDA builds of torch
+#   GPU_ARGS="..."        handed to gpu.py or gpu_kit.py, e.g. --minutes 60 or --lean
 
 VENV := .venv
 STAMP := $(VENV)/installed
@@ -24,7 +28,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # As many processes as cores, each with one thread.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help demo test test-all docs soak sync venv
+.PHONY: help demo test test-all docs soak sync venv gpu gpu-kit
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -61,6 +65,13 @@ sync: $(STAMP)
 	@$(BIN)/python setup.py readme
 
 venv: $(STAMP)
+
+# with PYTHON, the machine's own torch, and no .venv
+gpu: $(if $(PYTHON),,$(STAMP))
+	@$(or $(PYTHON),$(BIN)/python) nbs/benchmarks/gpu.py $(if $(DEVICE),--device $(DEVICE)) $(GPU_ARGS)
+
+gpu-kit: $(STAMP)
+	@$(BIN)/python nbs/benchmarks/gpu_kit.py $(or $(KIT),runs/gpu-kit) $(GPU_ARGS)
 
 $(STAMP): settings.ini setup.py constraints.txt
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh -eu -c "$$make_venv"

@@ -214,6 +214,7 @@ def found_by(name: str, check, *arguments) -> Check:
 # %% ../../nbs/cli/01_doctor.ipynb #501f43f8
 def checks(online: bool = False, # ask the model hub whether it is there; else nothing touches the network
            smoke: bool = True,   # train and encode, some ten seconds
+           parity: bool = False, # compare both stages with the naive form, with every attention kernel
            say=lambda check: None, # called with each finding
           ) -> list:             # of `Check`
     "Check everything that this package needs."
@@ -226,6 +227,9 @@ def checks(online: bool = False, # ask the model hub whether it is there; else n
             ("working folder", check_disk, "working folder", Path.cwd(), space.format("work in another folder")),
             ("kernel", check_kernel), ("hub", check_hub, online), ("environment", check_environment)]
     if smoke and (stale_ranks() or not already_launched()): todo.append(("smoke", check_smoke))
+    if parity:
+        from anchor_nb.training.parity import ways_here
+        todo += [(stage, check_parity, stage, *way) for way in ways_here() for stage in ("stage1", "stage2")]
     findings = []
     for entry in todo:
         findings.append(found_by(*entry))
@@ -242,3 +246,30 @@ def summary(found: list) -> dict: # ok: nothing fails; failed, warned: names; ch
     names = lambda status: [check.name for check in found if check.status == status]
     return dict(ok=not names("fail"), failed=names("fail"), warned=names("warn"),
                 checks=[check._asdict() for check in found])
+
+# %% ../../nbs/cli/01_doctor.ipynb #fc25a28f
+def toy_examples(count: int) -> list: # of `Example`, each with a hard negative
+    "The first rows of the village register."
+    import json
+    from anchor_nb.data.corpora import build_corpus
+    from anchor_nb.data.rows import Example
+    with open(build_corpus("toy")/"pairs"/"toy.jsonl", encoding="utf-8") as lines:
+        rows = [json.loads(next(lines)) for _ in range(count)]
+    return [Example(row["query"], row["positive"], row["negatives"][:1], "", "") for row in rows]
+
+def check_parity(stage: str, attention: str, precision: str) -> Check: # stage: stage1 or stage2
+    "A step of the tiny model beside the naive form in fp32."
+    from dataclasses import replace
+    from anchor_nb.core.recipe import RECIPES
+    from anchor_nb.models.attention import on_gpu
+    from anchor_nb.training.parity import TOLERANCES, compare, naive, packed
+    own = dict(negatives=1, lora_rank=0, mask_false_negatives=False) if stage == "stage2" else {}
+    recipe = RECIPES[stage](model="tiny", data="unused", out="unused", max_length=48, global_batch=6, **own)
+    examples = toy_examples(6)
+    found = compare(packed(replace(recipe, attention=attention, precision=precision), examples),
+                    naive(recipe, examples))
+    loss, gradient = TOLERANCES[precision]
+    state = (f"{attention}, {precision}: loss off by {found.loss_error:.0e} (at most {loss:.0e}), gradient by "
+             f"{found.gradient_error:.0e} (at most {gradient:.0e}), on the {'GPU' if on_gpu() else 'CPU'}")
+    return judged(stage, state, (not found.holds(precision), "fail",
+                                 "do not train with it: choose another with -p attention=..., or update torch"))

@@ -20,11 +20,13 @@ Model = argument(str, MODEL_HELP)
 def doctor(online: option(bool, "ask the model hub whether it is there; else nothing touches the network",
                                 "--online") = False,
            quick: option(bool, "do not train and encode with the tiny model", "--quick") = False,
+           gpu: option(bool, "also compare loss and gradient of both stages with the naive form, for every attention "
+                             "kernel of this machine", "--gpu") = False,
            as_json: AsJson = False):
     "What this machine has and lacks, and what to do about it. Exit code 1 when something will not work."
     from anchor_nb.cli.doctor import as_text, checks, summary
     with answering(as_json) as answer:
-        result = summary(checks(online, not quick, say=lambda check: typer.echo(as_text(check))))
+        result = summary(checks(online, not quick, gpu, say=lambda check: typer.echo(as_text(check))))
         line = "all is well" if result["ok"] else f"will not work: {', '.join(result['failed'])}"
         answer(result, line + (f"; look at {', '.join(result['warned'])}" if result["warned"] else ""))
     if not result["ok"]:

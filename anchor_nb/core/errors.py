@@ -53,7 +53,9 @@ SYSTEM = { # errno -> what is wrong with {path}, what to do
 def extra_of(module: str) -> str: # name of an extra; empty if no extra installs it
     "The extra of this package that installs a module."
     wanted = module.partition(".")[0].lower().replace("_", "-")
-    for line in metadata.requires("anchor_nb") or []:
+    try: lines = metadata.requires("anchor_nb") or []
+    except metadata.PackageNotFoundError: return "" # a source tree on the path
+    for line in lines:
         name, extra = re.match(r"[\w.-]+", line)[0].lower().replace("_", "-"), re.search(r"extra == .(\w+)", line)
         if extra and name == wanted: return extra[1]
     return ""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 import numpy as np
-from .tables import (PARSING, cached_table, check_columns, code_hash, content_hash, find_sources,
+from .tables import (PARSING, RowTable, cached_table, check_columns, code_hash, content_hash, find_sources,
                                    open_table, table_rows)
 
 # %% ../../nbs/data/01_rows.ipynb #ec60e1d4
@@ -195,12 +195,8 @@ def parser_version() -> str:
              check_scores, query_instruction, document_instruction)
     return code_hash(*parts, *PARSING)
 
-def row_features(): # -> datasets.Features
-    "The types of the columns of `FEATURES`."
-    from datasets import Features, Sequence, Value
-    kinds = dict(query=Value("string"), instruction=Value("string"), document_instruction=Value("string"),
-                 positive_scores=Sequence(Value("float64")), negative_scores=Sequence(Value("float64")))
-    return Features({name: kinds.get(name, Sequence(Value("string"))) for name in FEATURES})
+KINDS = dict(query=str, positives=[str], negatives=[str], instruction=str, document_instruction=str,
+             positive_scores=[float], negative_scores=[float]) # the types of the columns of `FEATURES`
 
 # %% ../../nbs/data/01_rows.ipynb #986fa80a
 def load_source(source: str, cache_dir=None, columns: dict = {}): # -> datasets.Dataset with the columns of `FEATURES`
@@ -209,7 +205,7 @@ def load_source(source: str, cache_dir=None, columns: dict = {}): # -> datasets.
         raise ValueError(f"{source} holds no row; fill it or move it out of the folder")
     key = dict(source=source, content=content_hash(source), parser=parser_version(), columns=json.dumps(columns))
     checked = lambda source, content, parser, columns: parsed(source, json.loads(columns))
-    return cached_table(source, key, checked, row_features(), cache_dir)
+    return cached_table(source, key, checked, KINDS, cache_dir)
 
 # %% ../../nbs/data/01_rows.ipynb #934adf95
 def load_pairs(data: str, cache_dir: str | Path | None = None, columns: dict = {}) -> dict[str, Any]:
@@ -338,10 +334,13 @@ def strangers(table, # datasets.Dataset with the columns of `load_source`
               seed: int,
              ):      # -> datasets.Dataset
     "Every query with the documents of another row; ValueError for a table of one row."
-    import datasets
     if len(table) < 2:
         raise ValueError("pairing=strangers needs at least two rows")
     shift = int(generator("strangers", seed).integers(1, len(table)))
     theirs = [name for name in table.column_names if name not in ("query", "instruction")]
+    if isinstance(table, RowTable):
+        others = table.rows[shift:] + table.rows[:shift]
+        return RowTable([row | {name: other[name] for name in theirs} for row, other in zip(table.rows, others)])
+    import datasets
     moved = table.select((np.arange(len(table)) + shift) % len(table)).select_columns(theirs).flatten_indices()
     return datasets.concatenate_datasets([table.select_columns(["query", "instruction"]), moved], axis=1)

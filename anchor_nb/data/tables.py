@@ -266,11 +266,31 @@ def check_columns(columns: dict, known: tuple) -> dict: # the same
             raise ValueError(f"columns gives {ours} the name {named!r}; give the name of a column, or a list of names")
     return columns
 
+# %% ../../nbs/data/00_tables.ipynb #1c5857d2
+class RowTable:
+    "Rows in memory, read as a `datasets.Dataset` is: by number, or a column by name."
+    def __init__(self, rows: list): self.rows = rows # of dictionaries with the same keys
+    def __len__(self): return len(self.rows)
+    def __iter__(self): return iter(self.rows)
+    def __getitem__(self, key): return [row[key] for row in self.rows] if isinstance(key, str) else self.rows[key]
+
+    @property
+    def column_names(self) -> list: return list(self.rows[0]) if self.rows else []
+
+    def select(self, numbers) -> "RowTable": return RowTable([self.rows[int(n)] for n in numbers])
+
 # %% ../../nbs/data/00_tables.ipynb #d0b239de
-def cached_table(source: str, key: dict, rows, features, cache_dir=None): # -> datasets.Dataset
-    "The table of `rows(**key)`, made once for each `key`; a damaged one is rebuilt, with a warning."
-    import datasets
+def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None): # kinds: column -> type; -> a table
+    """The table of `rows(**key)`, made once for each `key`; a damaged one is rebuilt, with a warning.
+
+    A list type such as [str] is a column of lists. Without the package `datasets` the rows stay in memory.
+    """
+    try: import datasets
+    except ModuleNotFoundError: return RowTable(list(rows(**key)))
     from filelock import FileLock
+    value = lambda kind: datasets.Value({str: "string", float: "float64"}[kind])
+    features = datasets.Features({name: datasets.Sequence(value(kind[0])) if isinstance(kind, list) else value(kind)
+                                  for name, kind in kinds.items()})
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE)/"anchor_nb"/name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -296,13 +316,11 @@ def code_hash(*parts) -> str: # parts: functions
 
 def stored(source: str): # -> datasets.Dataset with a column `place` and one `row`, as JSON
     "The rows of a file by number."
-    import datasets
     suffix = format_of(source)[0]
     def made(source, suffix, content, code):
         for where, row in READERS[suffix](source): yield dict(place=where, row=json.dumps(row))
-    features = datasets.Features(place=datasets.Value("string"), row=datasets.Value("string"))
     key = dict(source=source, suffix=suffix, content=content_hash(source), code=code_hash(*PARSING))
-    return cached_table(source, key, made, features)
+    return cached_table(source, key, made, dict(place=str, row=str))
 
 def indexed(source: str): # -> datasets.Dataset
     "The rows of a source by number: its own table, or what is `stored` of a file that has none."

@@ -21,9 +21,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-import datasets
 import numpy
-import pandas
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
@@ -170,9 +168,16 @@ def peer_trainer(recipe: Stage2, inputs, arguments, mini_batch: int) -> tuple:  
     return trainer, losses, ids, {}
 
 
+def keep_tables(folder: Path):
+    "Have tables cached in a folder, not in the user's."
+    try: import datasets
+    except ModuleNotFoundError: return  # they stay in memory
+    datasets.config.HF_DATASETS_CACHE = folder
+
+
 def stage2_way(way: str, work: str, mini_batch: int, **settings) -> dict:  # work: folder for its files
     "Train a few steps of stage II in one way; runs in a process of its own."
-    datasets.config.HF_DATASETS_CACHE = Path(work)/"cache"  # not in the user's
+    keep_tables(Path(work)/"cache")
     recipe = Stage2(out=tempfile.mkdtemp(dir=work), negatives=1, mask_false_negatives=False, warmup_steps=0,
                     schedule="constant", save_steps=0, **settings)
     inputs, arguments = check_inputs(recipe), training_arguments(recipe)
@@ -228,7 +233,7 @@ def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then ca
     Pages of a mapped file count as resident while the system has no better use for them, so on Linux `own_bytes`, the
     memory that is the process's own, is written beside the peak.
     """
-    datasets.config.HF_DATASETS_CACHE = Path(work)/"cache"
+    keep_tables(Path(work)/"cache")
     before, start = memory()[0], time.perf_counter()
     forget_peak()
     inputs = check_inputs(Stage1(out=work, preset="paper", **settings))
@@ -242,28 +247,29 @@ def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then ca
 # ---- four benchmarks: each yields cases, and for each case the figures of every way ----
 
 
-def stage1_cases(model: str, corpora: list, batches: list, rounds: int, tolerance: float, **settings):
+def stage1_cases(model: str, corpora: list, batches: list, rounds: int, tolerance: float, ways=(OURS, "padded"),
+                 **settings):
     "One step of stage I against four padded passes with full logits."
     for corpus in corpora:
         for batch in batches:
             pairs = [(row["query"], row["positive"]) for row in corpus_rows(corpus, batch)]
-            ways = in_turns("bench:stage1_way", [OURS, "padded"], rounds, pairs=pairs, model=bench_model(model),
-                            **settings)
-            check_same(ways, "loss", "gradient_norm", tolerance=tolerance)
-            yield dict(corpus=corpus, pairs=batch), ways
+            found = in_turns("bench:stage1_way", list(ways), rounds, pairs=pairs, model=bench_model(model), **settings)
+            check_same(found, "loss", "gradient_norm", tolerance=tolerance)
+            yield dict(corpus=corpus, pairs=batch), found
 
 
-def stage2_cases(model: str, corpora: list, batches: list, rounds: int, repeats: int, tolerance: float, **settings):
+def stage2_cases(model: str, corpora: list, batches: list, rounds: int, repeats: int, tolerance: float,
+                 ways=(OURS, *PEERS), **settings):
     "Training stage II against sentence-transformers, with the plain loss and with the cached one."
     for corpus in corpora:
         for batch in batches:
             with tempfile.TemporaryDirectory() as work:
                 data = write_rows(Path(work)/f"{corpus}.jsonl", corpus_rows(corpus, batch*(repeats + 1), negatives=1))
-                ways = in_turns("bench:stage2_way", [OURS, *PEERS], rounds, work=work, data=data, steps=repeats + 1,
-                                global_batch=batch, model=bench_model(model), **settings)
-            check_same(ways, "ids")
-            check_same(ways, "losses", "gradient_norms", tolerance=tolerance)
-            yield dict(corpus=corpus, examples=batch), ways
+                found = in_turns("bench:stage2_way", list(ways), rounds, work=work, data=data, steps=repeats + 1,
+                                 global_batch=batch, model=bench_model(model), **settings)
+            check_same(found, "ids")
+            check_same(found, "losses", "gradient_norms", tolerance=tolerance)
+            yield dict(corpus=corpus, examples=batch), found
 
 
 def encode_texts(names: list, rounds: int, tolerance: float, **settings) -> dict:  # way -> figures
@@ -284,12 +290,12 @@ def encode_texts(names: list, rounds: int, tolerance: float, **settings) -> dict
 
 
 def encode_cases(model: str, corpora: list, mixes: list, texts: int, max_length: int, rounds: int, tolerance: float,
-                 **settings):
+                 names=(OURS, "sentence-transformers", "padded loop"), **settings):
     "Encoding against sentence-transformers and the loop sorted by characters, on several distributions of lengths."
     model = bench_model(model)
     formatter = formatter_of(model, max_length)
     for mix in mixes:
-        ways = encode_texts([OURS, "sentence-transformers", "padded loop"], rounds, tolerance, model=model,
+        ways = encode_texts(list(names), rounds, tolerance, model=model,
                             texts=text_mix(mix, corpora, texts, formatter), max_length=max_length, **settings)
         yield dict(mix=mix, texts=texts), ways
 
@@ -352,8 +358,9 @@ def row_of(way: str, figures: dict) -> dict:
 def run_bench(name: str,      # stage1, stage2, encode or growth
               out: str = "",  # folder whose `NAME.jsonl` the rows are appended to; empty: nowhere
               **parameters,   # those of the function NAME_cases
-             ) -> pandas.DataFrame: # a row for each case and way
+             ):                # -> a pandas table with a row for each case and way
     "Run a benchmark; RuntimeError when the ways do not do the same work."
+    import pandas
     about = dict(bench=name, at=now(), quick=False, parameters=parameters,  # quick: so that rows keep their fields
                  threads=isolated("torch:get_num_threads"), process_bytes=isolated("bench:process_bytes"),
                  machine=machine(), versions=library_versions(), code=code_version())
@@ -367,7 +374,7 @@ def run_bench(name: str,      # stage1, stage2, encode or growth
     return pandas.DataFrame(table)
 
 
-def as_table(rows: pandas.DataFrame) -> pandas.DataFrame:  # rows: of `run_bench`
+def as_table(rows):  # rows: of `run_bench`; -> a pandas table
     "Time, speed and memory, and as ratios: how many times as fast as the peer ours is, and its part of their memory."
     ours = rows[rows.way == OURS].set_index("case")
     ratio = lambda ours, theirs: (ours/theirs).where(rows.way != OURS)

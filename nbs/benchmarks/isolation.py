@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -67,17 +68,50 @@ def timed(work, repeats: int, warm_up=None) -> dict:  # seconds of each, before_
     return dict(seconds=seconds, before_bytes=before, peak_bytes=memory()[1])
 
 
+class OutOfTime(RuntimeError):
+    "The work did not end in the time that it was given."
+
+
+DEADLINES = [float("inf")]  # on the clock of time.monotonic; the last one holds
+
+
+@contextmanager
+def within(seconds: float):
+    "A block whose processes are killed when its time is up; a block inside another has no more time than that."
+    DEADLINES.append(min(DEADLINES[-1], time.monotonic() + seconds))
+    try: yield
+    finally: DEADLINES.pop()
+
+
+def result_of(pipe):
+    "What a process sends; `OutOfTime` when the deadline comes first."
+    left = DEADLINES[-1] - time.monotonic()
+    if not pipe.poll(None if left == float("inf") else max(0, left)):
+        raise OutOfTime("stopped at its time limit")
+    return pipe.recv()
+
+
+SPENT = [0.0]  # seconds of processor time of all isolated processes that have ended well
+
+
+def cpu_seconds() -> float:
+    "The processor time of this process and of its finished children."
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
 def answer(pipe, function: str, arguments: dict, log: str):
     "What the process runs; its result or its error goes back, what it prints goes to the log."
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2): os.dup2(file, stream)
-    try: pipe.send((resolve_name(function)(**arguments), ""))
-    except Exception as error: pipe.send((None, f"{type(error).__name__}: {error}"))
+    began = cpu_seconds()
+    try: result, error = resolve_name(function)(**arguments), ""
+    except Exception as failure: result, error = None, f"{type(failure).__name__}: {failure}"
+    pipe.send((result, error, cpu_seconds() - began))
 
 
 def isolated(function: str,  # such as bench:stage1_way
              **arguments):   # -> what it returns
-    "Call a function in a fresh process; RuntimeError when it fails or is killed."
+    "Call a function in a fresh process; RuntimeError when it fails or is killed, `OutOfTime` when it takes too long."
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     here, there = context.Pipe(duplex=False)
@@ -85,11 +119,13 @@ def isolated(function: str,  # such as bench:stage1_way
         process = context.Process(target=answer, args=(there, function, arguments, f"{folder}/log"))
         process.start()
         there.close()
-        try: result, error = here.recv()
+        try:
+            result, error, spent = result_of(here)
+            SPENT[0] += spent
         except EOFError:
             result, error = None, "it was killed, probably out of memory; use smaller batches or shorter texts"
         finally:
-            if sys.exc_info()[0] is KeyboardInterrupt: process.kill()
+            if sys.exc_info()[0] in (KeyboardInterrupt, OutOfTime): process.kill()
             process.join()
     if error:
         raise RuntimeError(f"{function.partition(':')[2]} {arguments.get('way', '')}: {error}")

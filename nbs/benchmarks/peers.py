@@ -1,24 +1,15 @@
 """How others do the same work: padded passes, sentence-transformers, and a loop sorted by characters.
 
 Each peer gets the token ids that our formatter writes and the settings that its makers would choose.
-tests/benchmarks shows that each gives our loss, our gradient or our vectors.
+tests/benchmarks shows that each gives our loss, our gradient or our vectors. sentence-transformers and what it needs
+are imported where they are used: a machine without them can measure everything else.
 """
 import hashlib
 from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
-from peft import LoraConfig
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.base.sampler import DefaultBatchSampler
-from sentence_transformers.sentence_transformer.losses import (CachedMultipleNegativesRankingLoss,
-                                                               MultipleNegativesRankingLoss)
-from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardCallback
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PrinterCallback
 from transformers.utils import is_flash_attn_2_available
 
@@ -27,38 +18,11 @@ from anchor_nb.data.corpora import training_instructions
 from anchor_nb.data.prompts import Formatter
 from anchor_nb.data.rows import examples
 from anchor_nb.losses.reconstruction import DecodeRules, count_targets
+from anchor_nb.training.parity import decode_padded
 from anchor_nb.training.steps import ReconstructionStep
 from anchor_nb.training.trainer import Inputs
 
 # ---- stage I with padding ----
-
-
-def padded_rows(sequences: list, device) -> tuple:  # ([texts, longest] ids, [texts, longest] mask)
-    "Token sequences as right-padded rows, with zeros behind each."
-    ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    return ids.to(device), mask.to(device)
-
-
-def decode_padded(lm,            # a causal language model with transformers' own attention
-                  sources: list, # token ids of the texts to encode, [EOS] last
-                  targets: list, # token ids of the texts to write
-                 ) -> Tensor:    # scalar, nats
-    """The summed cross-entropy of `targets`, each written from the vector of its source.
-
-    This is algorithm 1 written the obvious way, and as the authors' code does: logits for the whole vocabulary, all at
-    once. Encoding leaves the logits out, which their code does not, so the peer is, if anything, too fast.
-    """
-    device = lm.get_input_embeddings().weight.device
-    ids, mask = padded_rows(sources, device)
-    states = lm.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-    anchors = states[torch.arange(len(sources), device=device), mask.sum(1) - 1]
-    ids, mask = padded_rows(targets, device)
-    embeddings = torch.cat([anchors[:, None].to(lm.dtype), lm.get_input_embeddings()(ids)], 1)
-    mask_with_anchor = torch.cat([mask[:, :1], mask], 1)
-    logits = lm(inputs_embeds=embeddings, attention_mask=mask_with_anchor, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids.masked_fill(mask == 0, -100).flatten(), reduction="sum")
 
 
 class PaddedStep(ReconstructionStep):
@@ -97,8 +61,10 @@ TEXT_ONLY = {"text": {"method": "forward", "method_output_name": "last_hidden_st
 
 
 def sentence_transformer(folder: str, formatter: Formatter, dtype: str = "float32", device: str = "cpu",
-                         autocast: bool = False) -> SentenceTransformer:
+                         autocast: bool = False):  # -> a `SentenceTransformer`
     "A `SentenceTransformer` that reads the same token ids and pools the same state; autocast: it will run under bf16."
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
     half = "cuda" in device and (autocast or dtype != "float32")
     attention = "flash_attention_2" if half and is_flash_attn_2_available() else "sdpa"
     body = Transformer(folder, model_kwargs=dict(dtype=dtype, attn_implementation=attention), modality_config=TEXT_ONLY,
@@ -115,7 +81,7 @@ def fingerprint(sequences) -> str:  # of lists of token ids, in order
     return hashlib.sha256(repr([list(ids) for ids in sequences]).encode()).hexdigest()[:16]
 
 
-def their_ids(model: SentenceTransformer, texts: list) -> list:  # of lists of token ids
+def their_ids(model, texts: list) -> list:  # of lists of token ids
     "The token ids that sentence-transformers makes of texts with their instructions, padding removed."
     ids = []
     for k in range(0, len(texts), 256):
@@ -149,8 +115,9 @@ def encode_padded(trunk, formatter: Formatter, texts: list, batch: int = 32) -> 
 # ---- training in stage II ----
 
 
-def add_their_lora(model: SentenceTransformer, recipe: Stage2):
+def add_their_lora(model, recipe: Stage2):
     "Our recipe's adapters, with the same random start."
+    from peft import LoraConfig
     torch.manual_seed(recipe.seed)
     model.add_adapter(LoraConfig(r=recipe.lora_rank, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout,
                                  target_modules="all-linear", bias="none", task_type="FEATURE_EXTRACTION"))
@@ -178,16 +145,22 @@ SHARED = ("learning_rate", "warmup_steps", "lr_scheduler_type", "weight_decay", 
 
 def in_order(dataset, batch_size: int, drop_last: bool, **unused):
     "A batch sampler that reads a table from front to back."
+    from sentence_transformers.base.sampler import DefaultBatchSampler
     return DefaultBatchSampler(torch.utils.data.SequentialSampler(dataset), batch_size, drop_last)
 
 
-def their_trainer(model: SentenceTransformer, # with adapters
-                  rows: list,                 # from `triplets`
+def their_trainer(model,              # a `SentenceTransformer` with adapters
+                  rows: list,         # from `triplets`
                   recipe: Stage2,
-                  arguments,                  # our `TrainingArguments` for this recipe
-                  mini_batch: int = 0,        # texts in a piece of the cached loss (its default: 32); 0: the plain loss
-                 ) -> SentenceTransformerTrainer:
+                  arguments,          # our `TrainingArguments` for this recipe
+                  mini_batch: int = 0, # texts in a piece of the cached loss (its default: 32); 0: the plain loss
+                 ):                   # -> a `SentenceTransformerTrainer`
     "Stage II by sentence-transformers; both of its losses are InfoNCE with in-batch and hard negatives."
+    import datasets
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer.losses import (CachedMultipleNegativesRankingLoss,
+                                                                   MultipleNegativesRankingLoss)
+    from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardCallback
     scale = 1/recipe.temperature
     if mini_batch: loss = CachedMultipleNegativesRankingLoss(model, scale=scale, mini_batch_size=mini_batch)
     else: loss = MultipleNegativesRankingLoss(model, scale=scale)

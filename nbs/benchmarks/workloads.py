@@ -15,6 +15,7 @@ from anchor_nb.core.progress import without_bars
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.data.packages import cache_dir
 from anchor_nb.data.prompts import Formatter, load_formatter
+from anchor_nb.models.attention import on_gpu
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.training.flops import SHAPES, Shape
 
@@ -95,7 +96,8 @@ def random_model(folder: Path, shape: Shape, source: str) -> str:  # the folder;
                          f"{shape.vocabulary}")
     torch.manual_seed(0)
     config = llama_config(shape, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = LlamaForCausalLM(config)
+    # billions of random numbers take minutes on a CPU
+    with torch.device("cuda" if shape.parameters > 1e9 and on_gpu() else "cpu"): model = LlamaForCausalLM(config)
     with without_bars(): model.to(torch.bfloat16 if shape.parameters > 1e9 else torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

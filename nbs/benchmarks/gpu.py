@@ -1,0 +1,451 @@
+"""Is this GPU machine right, and is it fast? `make gpu` runs this file; `gpu.ipynb`, beside it, shows the rows.
+
+Four stages of rising cost: a parity, b speed and memory, c several GPUs, d the experiment. Each is a list of parts, and
+each part has its own time limit and its own processes. A part that fails, runs out of time or lacks a package leaves a
+row that says so, and the next one begins. Rows are written as they come, with hardware, versions and commit. The same
+command leaves out what is done already on this machine with this code. Tolerances and goals are data, written before
+the first GPU was seen: `anchor_nb.training.parity.TOLERANCES`, `PARTS` below, `GOALS` in gpu_page.py.
+
+    python nbs/benchmarks/gpu.py                  all of it, 25 minutes
+    python nbs/benchmarks/gpu.py --device cpu     a dry run on the tiny model, to see that everything would run
+"""
+import argparse
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(HERE), str(ROOT)]  # also for the processes of isolation.py; the machine may have no anchor_nb
+
+from anchor_nb.core.recipe import RECIPES, Stage1, Stage2  # noqa: E402
+from anchor_nb.data.corpora import build_corpus  # noqa: E402
+from anchor_nb.data.rows import Example  # noqa: E402
+from anchor_nb.runs.ledger import append_rows, read_json, read_rows  # noqa: E402
+from anchor_nb.runs.manifest import now  # noqa: E402
+from anchor_nb.runs.provenance import code_version, library_versions, machine  # noqa: E402
+from gpu_page import as_page, case_rows, last_runs, of_machine  # noqa: E402
+from isolation import OURS, SPENT, OutOfTime, cpu_seconds, isolated, within  # noqa: E402
+
+ROWS = HERE/"results"/"gpu.jsonl"
+ST = "sentence_transformers"
+
+# ---- a: parity ----
+
+
+def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int, pieces: int) -> list:  # of rows
+    """A stage's loss and gradient beside the naive form in fp32; runs in a process of its own.
+
+    pieces: tokens of a piece of GradCache (stage II) or of an accumulated step (stage I), which every kernel runs too.
+    """
+    from anchor_nb.training.parity import TOLERANCES, compare, naive, packed, ways_here
+    from workloads import bench_model, corpus_rows
+    how = dict(model=bench_model(model), data="unused", out="unused", max_length=max_length, global_batch=pairs)
+    recipe = Stage1(**how) if stage == "stage1" else Stage2(**how, negatives=1, lora_rank=0, mask_false_negatives=False)
+    examples = [Example(row["query"], row["positive"], row["negatives"][:1], "", "")
+                for row in corpus_rows(corpus, pairs, negatives=1)]
+    reference, rows = naive(recipe, examples), []
+    for attention, precision in ways_here():
+        for budget in (0, pieces):
+            row = dict(case=f"{stage}, {attention}, {precision}" + (", in pieces" if budget else ""),
+                       tolerances=TOLERANCES[precision])
+            try:
+                found = compare(packed(replace(recipe, attention=attention, precision=precision, micro_tokens=budget),
+                                       examples), reference)
+                rows.append(row | found._asdict() | dict(holds=found.holds(precision)))
+            except Exception as error: rows.append(row | dict(holds=False, why=f"{type(error).__name__}: {error}"))
+            gc.collect()  # a wrapped forward is a circle, and would keep the model
+    return rows
+
+
+def parity_rows(model: str, stages: tuple = ("stage1", "stage2"), **settings):
+    "Parity of both stages on one model."
+    for stage in stages: yield from isolated("gpu:parity_way", stage=stage, model=model, **settings)
+
+
+def encode_way(model: str, corpus: str, texts: int, max_length: int, tolerances: dict) -> list:  # of rows
+    "Vectors of every kernel, of a saved model and of an exported one beside padded ones in fp32."
+    import numpy
+    import torch
+    from transformers import AutoModel
+    from anchor_nb.core.progress import without_bars
+    from anchor_nb.models.attention import on_gpu
+    from anchor_nb.models.embedder import AnchorEmbedder
+    from anchor_nb.models.resolve import resolve_model
+    from anchor_nb.release.export import export
+    from anchor_nb.training.parity import ways_here
+    from peers import encode_padded
+    from workloads import corpus_rows, formatter_of
+    formatter, device = formatter_of(model, max_length), "cuda" if on_gpu() else "cpu"
+    words, rows = [row["positive"] for row in corpus_rows(corpus, texts)], []
+    def padded(folder):
+        with without_bars():
+            trunk = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device).eval()
+        return encode_padded(trunk, formatter, words)
+    wanted = padded(resolve_model(model))
+    def beside(case: str, vectors, precision: str):
+        error = float(abs(vectors - wanted).max())
+        rows.append(dict(case=case, vector_error=error, tolerances=tolerances[precision],
+                         holds=bool(numpy.isfinite(error) and error <= tolerances[precision])))
+    for attention, precision in ways_here():
+        embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length, attention=attention,
+                                                  precision=precision)
+        beside(f"encode, {attention}, {precision}", embedder.encode(words), precision)
+    with tempfile.TemporaryDirectory() as folder:
+        embedder.save_pretrained(f"{folder}/saved")
+        again = AnchorEmbedder.from_pretrained(f"{folder}/saved", max_length=max_length, precision="fp32")
+        beside("saved and loaded, fp32", again.encode(words), "fp32")
+        export(model, f"{folder}/exported", max_length=max_length)
+        beside("exported, read by transformers, fp32", padded(f"{folder}/exported"), "fp32")
+    return rows
+
+
+def encode_rows(**settings):
+    "Encoding and export on one model."
+    yield from isolated("gpu:encode_way", **settings)
+
+
+def kill_later(metrics: Path, rows: int):
+    "Kill this process, the hard way, once so many steps are logged."
+    def watch():
+        while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= rows): time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def trained(stage: str, processes: int = 1, kill_after: int = 0, **settings) -> dict:
+    "Train, in a process of its own: the loss of each step, seconds, tokens, and what identifies the weights."
+    from anchor_nb.data.tables import content_hash
+    from anchor_nb.runs.launch import launch
+    from anchor_nb.training.trainer import train
+    recipe = RECIPES[stage](**settings)
+    out = Path(recipe.out)
+    if kill_after: kill_later(out/"metrics.jsonl", kill_after)
+    launch(train, recipe, processes=processes, run_dir=recipe.out)
+    speed = read_rows(out/"speed.jsonl")
+    return dict(losses=[row["loss"] for row in read_rows(out/"metrics.jsonl")], seconds=[row["seconds"] for row in speed],
+                tokens=[row["tokens"] for row in speed], weights=content_hash(str(out/"model"/"model.safetensors")))
+
+
+def training(corpus: str, out: str, model: str, **settings) -> dict:
+    "Settings of a short run on a corpus."
+    return dict(model=isolated("workloads:bench_model", model=model), data=str(build_corpus(corpus)/"pairs"), out=out,
+                save_steps=0, warmup_steps=1, learning_rate=1e-4, **settings)
+
+
+def largest_error(losses: list, wanted: list) -> float:
+    "The largest relative difference of two curves; infinite when one is shorter."
+    if len(losses) != len(wanted): return float("inf")
+    return max(abs(a - b)/abs(b) for a, b in zip(losses, wanted))
+
+
+def resume_rows(corpus: str, steps: int, kill_after: int, tolerance: float, **settings):
+    "A run that is killed and resumed beside one that is left alone."
+    with tempfile.TemporaryDirectory() as work:
+        how = lambda name: dict(training(corpus, f"{work}/{name}", **settings), steps=steps, save_steps=2)
+        whole = isolated("gpu:trained", stage="stage1", **how("whole"))
+        try: isolated("gpu:trained", stage="stage1", kill_after=kill_after, **how("killed"))
+        except OutOfTime:
+            raise
+        except RuntimeError as error:
+            if not list(Path(work, "killed").glob("checkpoint-*")):
+                raise RuntimeError(f"the run left no checkpoint: {error}") from None
+        else:
+            raise RuntimeError("the run ended before it could be killed; give it more steps")
+        again = isolated("gpu:trained", stage="stage1", **how("killed"))
+    error = largest_error(again["losses"], whole["losses"])
+    yield dict(case="killed and resumed", loss_error=error, same_bits=again["weights"] == whole["weights"],
+               tolerances=tolerance, holds=error <= tolerance)
+
+
+# ---- b: speed and memory; the benchmarks beside this file, with other sizes ----
+
+
+def rate_way() -> dict:
+    "The rate of matrix products, in a process of its own."
+    from anchor_nb.models.attention import on_gpu
+    from anchor_nb.training.memory import matrix_rate
+    device = "cuda" if on_gpu() else "cpu"
+    return {kind: matrix_rate(device, kind) for kind in ("bfloat16", "float32")}
+
+
+def rate_rows():
+    "What this machine multiplies in a second: the yardstick of all shares."
+    rates = isolated("gpu:rate_way")
+    yield from (dict(case=kind, rate=rate) for kind, rate in rates.items())
+
+
+def bench_rows(bench: str, model: str, ways: tuple = (), **settings):
+    "One of the benchmarks beside this file: a row for each case and way."
+    from bench import CASES, case_name, row_of
+    isolated("workloads:bench_model", model=model)  # a random model is made once, on the GPU where there is one
+    only = {"names" if bench == "encode" else "ways": ways} if ways else {}
+    for case, found in CASES[bench](model=model, **only, **settings):
+        for way, figures in found.items():
+            yield dict(row_of(way, figures), case=case_name(case), model=model, bench=bench)
+
+
+def encode_speed_rows(model: str, corpora: list, mixes: list, texts: int, max_length: int, **settings):
+    "Encoding, with the least operations that the texts cost."
+    from anchor_nb.training.flops import find_shape, forward_flops
+    from bench import bench_model
+    from workloads import formatter_of, text_mix
+    isolated("workloads:bench_model", model=model)
+    formatter, shape = formatter_of(bench_model(model), max_length), find_shape(bench_model(model))
+    for row in bench_rows("encode", model, corpora=corpora, mixes=mixes, texts=texts, max_length=max_length, **settings):
+        mix = row["case"].partition(",")[0]
+        lengths = [len(text.ids) for text in formatter(text_mix(mix, corpora, texts, formatter))]
+        yield row | dict(flops_least=sum(forward_flops(shape, lengths, only_last=True).values()))
+
+
+def swept_rows(name: str, values: list, **settings):
+    "One setting of a step of stage I varied."
+    for value in values:
+        for row in bench_rows("stage1", **settings | {name: value}):
+            yield row | dict(case=f"{name}={value}", swept=name)
+
+
+def plan_rows(shapes: list, tokens: int):
+    "What the planner expects of models that are not loaded here."
+    from anchor_nb.training.flops import SHAPES
+    from anchor_nb.training.memory import Setup, memory
+    for shape in shapes:
+        for stage, rank in (("stage1", 0), ("stage2", 16), ("encode", 0)):
+            precision = "pure_bf16" if stage == "encode" else "bf16"
+            parts = memory(SHAPES[shape], Setup(stage, precision, rank=rank), tokens, stage != "encode")
+            yield dict(case=f"{stage}, {shape}, {tokens} tokens a micro-batch", predicted_bytes=int(sum(parts.values())))
+
+
+# ---- c: several processes ----
+
+
+def ranks_rows(corpus: str, stages: tuple, shardings: tuple, tolerance: float, **settings):
+    "Two ranks beside one: the same losses, with DDP (NCCL on GPUs, gloo on a CPU) and with FSDP2."
+    with tempfile.TemporaryDirectory() as work:
+        for stage in stages:
+            more = dict(negatives=1) if stage == "stage2" else {}
+            alone = isolated("gpu:trained", stage=stage, **training(corpus, f"{work}/{stage}", **settings, **more))
+            for kind in shardings:
+                how = training(corpus, f"{work}/{stage}-{kind}", sharding=kind, **settings, **more)
+                error = largest_error(isolated("gpu:trained", stage=stage, processes=2, **how)["losses"],
+                                      alone["losses"])
+                yield dict(case=f"{stage}, {kind}, 2 ranks", loss_error=error, tolerances=tolerance,
+                           holds=error <= tolerance)
+
+
+def scaling_rows(corpus: str, counts: list, **settings):
+    "Tokens per second with more and more ranks; the first step is the warm-up."
+    with tempfile.TemporaryDirectory() as work:
+        for count in counts:
+            found = isolated("gpu:trained", stage="stage1", processes=count,
+                             **training(corpus, f"{work}/{count}", **settings))
+            yield dict(case=f"{count} ranks", ranks=count,
+                       tokens_per_second=sum(found["tokens"][1:])/sum(found["seconds"][1:]))
+
+
+# ---- d: the experiment ----
+
+
+def experiment_rows(command: list, left: Callable):
+    "One command of the package in the time that is left; the same command resumes it."
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'anchor-nb'; "
+    process = subprocess.Popen([sys.executable, "-c", code + "from anchor_nb.cli.main import main; main()", *command],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    shown = "anchor-nb " + " ".join(command)
+    try: output, _ = process.communicate(timeout=max(1, left()))
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it leaves checkpoints
+        process.communicate()
+        raise OutOfTime(f"stopped at its time limit; to resume: {shown}") from None
+    except BaseException:
+        process.kill()
+        raise
+    if process.returncode:
+        raise RuntimeError(" ".join(output.strip().splitlines()[-2:])[-400:] or f"exit code {process.returncode}")
+    yield dict(case=shown, last_line=(output.strip().splitlines() or [""])[-1][:400])
+
+
+# ---- the parts ----
+
+
+class Part(NamedTuple):
+    "Some rows, with a limit."
+    stage: str          # a, b, c or d
+    name: str
+    rows: Callable      # -> yields rows
+    seconds: int        # at most, on a GPU
+    settings: dict      # on a GPU
+    dry: dict           # what is different on the tiny model and a CPU
+    needs: tuple = ()   # packages
+    gpus: int = 1       # at least; on a CPU, processes take their place
+    repeats: bool = False # whether to run it again although it is done: a command that resumes
+
+
+SMALL, BIG = "smollm2-135m", "random:llama-3.2-1b"
+STAGES = dict(a="parity", b="speed and memory", c="several GPUs", d="the experiment")
+LIMITS = dict(a=180, b=420, c=240, d=10**9)  # seconds of a stage; d: what is left
+PARITY = dict(corpus="wiki", pairs=8, max_length=192, pieces=512)
+DRY_PARITY = dict(model="tiny", corpus="toy", pairs=6, max_length=48, pieces=96)
+STEP = dict(corpora=["wiki"], max_length=512, micro_tokens=0, precision="auto", rounds=2, repeats=3, tolerance=2e-2)
+DRY_STEP = dict(model="tiny", corpora=["toy"], batches=[6], max_length=48, micro_tokens=256, rounds=1, repeats=1,
+                precision="fp32")
+SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2)
+DRY_SECOND = dict(DRY_STEP, learning_rate=1e-2, mini_batch=4)
+TEXTS = dict(corpora=["wiki"], mixes=["short", "mixed", "long"], texts=4096, max_length=512, micro_tokens=0, batch=128,
+             precision="auto", rounds=2, repeats=2, tolerance=2e-2)
+DRY_TEXTS = dict(model="tiny", corpora=["toy"], mixes=["mixed"], texts=24, max_length=48, batch=8, rounds=1, repeats=1)
+RANKS = dict(corpus="wiki", model=SMALL, steps=4, global_batch=16, max_length=192, precision="fp32", tolerance=1e-3,
+             stages=("stage1", "stage2"), shardings=("ddp", "fsdp2"))
+DRY_RANKS = dict(corpus="toy", model="tiny", steps=2, global_batch=4, max_length=48, micro_tokens=256, workers=0)
+SMALL_ALONE, BIG_ALONE = (dict(STEP, model=model, ways=(OURS,), rounds=1) for model in (SMALL, BIG))
+
+PARTS = [
+    Part("a", "parity 135m", parity_rows, 60, dict(PARITY, model=SMALL), DRY_PARITY),
+    Part("a", "encode and export 135m", encode_rows, 40, dict(
+        model=SMALL, corpus="wiki", texts=128, max_length=192, tolerances=dict(fp32=1e-4, bf16=2e-2)),
+        dict(model="tiny", corpus="toy", texts=16, max_length=48)),
+    Part("a", "parity 1b", parity_rows, 90, dict(PARITY, model=BIG), dict(DRY_PARITY, stages=("stage2",))),
+    Part("a", "kill and resume", resume_rows, 60, dict(
+        corpus="wiki", model=SMALL, steps=8, kill_after=4, global_batch=16, max_length=128, tolerance=1e-2),
+        dict(corpus="toy", model="tiny", global_batch=4, max_length=48, micro_tokens=256, workers=0, tolerance=0.0,
+             precision="fp32")),
+    Part("b", "matrix rate", rate_rows, 30, {}, {}),
+    Part("b", "stage1 1b", bench_rows, 60, dict(BIG_ALONE, bench="stage1", batches=[256]), DRY_STEP),
+    Part("b", "stage1 135m", bench_rows, 60, dict(STEP, bench="stage1", model=SMALL, batches=[128]), DRY_STEP),
+    Part("b", "stage2 135m", bench_rows, 90, dict(SECOND, bench="stage2", model=SMALL, batches=[128]), DRY_SECOND,
+         (ST, "datasets")),
+    Part("b", "encode 135m", encode_speed_rows, 60, dict(TEXTS, model=SMALL), DRY_TEXTS, (ST,)),
+    Part("b", "encode 1b", encode_speed_rows, 90, dict(TEXTS, model=BIG, mixes=["mixed"]), DRY_TEXTS, (ST,)),
+    Part("b", "stage2 1b", bench_rows, 60, dict(SECOND, bench="stage2", model=BIG, batches=[64], ways=(OURS,),
+                                                rounds=1), DRY_SECOND),
+    Part("b", "micro-batches 1b", swept_rows, 60, dict(
+        BIG_ALONE, name="micro_tokens", values=[2048, 4096, 8192, 16384, 32768], batches=[128], repeats=2),
+        dict(DRY_STEP, values=[128, 256])),
+    Part("b", "compile 1b", swept_rows, 90, dict(
+        BIG_ALONE, name="compile", values=[False, True], batches=[128], repeats=2), dict(DRY_STEP, values=[False])),
+    Part("b", "stage1 1b beside padded", bench_rows, 45, dict(STEP, bench="stage1", model=BIG, batches=[16], rounds=1),
+         DRY_STEP),
+    Part("b", "plans 3b and 8b", plan_rows, 10, dict(shapes=["llama-3.2-3b", "llama-3.1-8b"], tokens=16384), {}),
+    Part("b", "encode 3b", encode_speed_rows, 90, dict(TEXTS, model="random:llama-3.2-3b", mixes=["mixed"], texts=1024,
+                                                       names=(OURS,), rounds=1), dict(DRY_TEXTS, names=(OURS,))),
+    Part("b", "encode 8b", encode_speed_rows, 150, dict(TEXTS, model="random:llama-3.1-8b", mixes=["mixed"], texts=512,
+                                                        names=(OURS,), rounds=1), dict(DRY_TEXTS, names=(OURS,))),
+    Part("c", "two ranks equal one", ranks_rows, 120, RANKS, DRY_RANKS, gpus=2),
+    Part("c", "scaling", scaling_rows, 120, dict(
+        corpus="wiki", model=BIG, steps=5, global_batch=256, max_length=512, counts=[1, 2, 4, 8]),
+        dict(DRY_RANKS, steps=3, counts=[1, 2]), gpus=2),
+    # issue 25 sizes it; the sweep resumes
+    Part("d", "experiment", experiment_rows, 10**9, dict(
+        command=["sweep", "experiment", "--out", "runs/gpu/experiment"]),
+        dict(command=["sweep", "experiment", "--out", "runs/gpu/experiment", "--dry-run"]),
+        ("papermill", "ipykernel", "datasets"), repeats=True)]
+
+SHORT = {"parity 135m", "kill and resume", "matrix rate", "stage1 135m", "plans 3b and 8b"}  # of the tests
+
+# ---- running them ----
+
+
+def device_facts() -> dict:
+    "What computes: its name and memory, how many there are, the kernels that can run; in a process of its own."
+    import torch
+    from anchor_nb.models.attention import on_gpu, usable_attention
+    if not on_gpu():
+        return dict(device=machine()["processor"] or "CPU", kind="cpu", count=0, attention=usable_attention())
+    facts = torch.cuda.get_device_properties(0)
+    return dict(device=facts.name, kind="cuda", count=torch.cuda.device_count(), memory=facts.total_memory,
+                capability=f"{facts.major}.{facts.minor}", cuda=torch.version.cuda, attention=usable_attention("bf16"))
+
+
+def code() -> dict:
+    "Version and commit; a kit without git says in a file what it was made from."
+    told = ROOT/"commit.json"
+    return read_json(told) if told.is_file() else code_version()
+
+
+def settings_of(part: Part, dry: bool, gpus: int) -> dict:
+    "What a part is called with."
+    settings = part.settings | part.dry if dry else dict(part.settings)
+    if "counts" in settings and not dry: settings["counts"] = [n for n in settings["counts"] if n <= gpus]
+    return settings
+
+
+def why_not(part: Part, dry: bool, facts: dict) -> str:  # empty: it can run
+    "Why a part cannot run here."
+    if absent := [name for name in part.needs if not find_spec(name)]: return f"{', '.join(absent)} is not installed"
+    if not dry and facts["count"] < part.gpus: return f"needs {part.gpus} GPUs, and there is {facts['count']}"
+    return ""
+
+
+def run_part(part: Part, settings: dict, limit: float, keep: Callable) -> tuple:  # limit: seconds; -> (status, why)
+    "Keep the rows of a part as they come; what ends it early is said, not raised."
+    ends = time.monotonic() + limit
+    if limit < 1: return "out of time", "the stage's time was up before it began"
+    if part.stage == "d": settings = dict(settings, left=lambda: ends - time.monotonic())
+    try:
+        with within(limit):
+            for row in part.rows(**settings): keep(row)
+    except OutOfTime as error: return "out of time", str(error)
+    except Exception as error: return "failed", f"{type(error).__name__}: {str(error)[:600]}"
+    return "done", ""
+
+
+def run(parts: list, rows: Path, dry: bool, minutes: float, say=print):
+    "Run parts stage by stage; rows go to a file as they come."
+    facts = isolated("gpu:device_facts")
+    if not dry and facts["kind"] != "cuda":
+        raise SystemExit("gpu.py: torch sees no GPU here\n`anchor-nb doctor` says why; --device cpu makes a dry run")
+    about = dict(dry=dry, machine=machine() | facts, versions=library_versions(), code=code())
+    ends = time.monotonic() + 60*minutes
+    known = last_runs(of_machine(read_rows(rows), facts["device"])) if rows.is_file() else {}
+    for stage, title in STAGES.items():
+        stage_ends = min(ends, time.monotonic() + (10**9 if dry else LIMITS[stage]))
+        for part in [part for part in parts if part.stage == stage]:
+            settings = settings_of(part, dry, facts["count"])
+            told = json.loads(json.dumps(settings))  # as a row has it
+            before = known.get(part.name, {})
+            if not part.repeats and before.get("status") == "done" and all(
+                    before.get(name) == value for name, value in dict(about, settings=told).items()):
+                say(f"{stage} {part.name}: done before, at {before['at'][:16]}")
+                continue
+            head, began, before = dict(part=part.name, stage=stage), time.monotonic(), cpu_seconds() + SPENT[0]
+            limit = min(10**9 if dry else part.seconds, stage_ends - began)  # a CPU may be slow, and is not judged
+            why = why_not(part, dry, facts)
+            keep = lambda row: append_rows(rows, [head | row | dict(at=now()) | about])
+            status, why = ("not run", why) if why else run_part(part, settings, limit, keep)
+            spent = dict(seconds=time.monotonic() - began, cpu_seconds=cpu_seconds() + SPENT[0] - before)
+            append_rows(rows, [head | dict(status=status, why=why, settings=told, at=now(), **spent) | about])
+            say(f"{stage} {part.name}: {status}, {spent['seconds']:.0f} s ({spent['cpu_seconds']:.0f} s of the CPU)"
+                + (f": {why}" if why else ""))
+            if status != "not run":
+                for line in case_rows(of_machine(read_rows(rows), facts["device"]), part.name): say(f"    {line}")
+
+
+def main():
+    "The command."
+    parser = argparse.ArgumentParser(prog="gpu.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run on the tiny model")
+    parser.add_argument("--minutes", type=float, default=25, help="for everything; the experiment gets what is left")
+    parser.add_argument("--rows", type=Path, help="the file of rows; default: results/gpu.jsonl, or runs/gpu/dry.jsonl")
+    parser.add_argument("--stages", default="abcd", help="such as ab")
+    parser.add_argument("--short", action="store_true", help="the few parts that the tests run")
+    asked = parser.parse_args()
+    dry = asked.device == "cpu"
+    if dry: os.environ |= dict(ACCELERATE_USE_CPU="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    rows = asked.rows or (ROOT/"runs"/"gpu"/"dry.jsonl" if dry else ROWS)
+    parts = [part for part in PARTS if part.stage in asked.stages and (not asked.short or part.name in SHORT)]
+    run(parts, rows, dry, asked.minutes, lambda text: print(text, flush=True))
+    print("\n" + as_page(read_rows(rows), PARTS, STAGES) + f"\n\nrows: {rows}")
+
+
+if __name__ == "__main__": main()

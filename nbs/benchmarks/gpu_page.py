@@ -1,0 +1,211 @@
+"""The rows of `make gpu` as a page: what was measured on which GPU, what was not, and which goals were met.
+
+The goals were written before any of this ran on a GPU. A goal without a measurement is "not run", never "met".
+"""
+import json
+from typing import Callable, NamedTuple
+
+OURS, ST = "anchor_nb", "sentence-transformers"
+
+# ---- rows ----
+
+
+def of_machine(rows: list, device: str) -> list:
+    "The rows of one kind of machine."
+    return [row for row in rows if row["machine"]["device"] == device]
+
+
+def last_runs(rows: list) -> dict:  # part -> the row that closed it last
+    "How each part ended when it was last run."
+    return {row["part"]: row for row in rows if "status" in row}
+
+
+def cases(rows: list, part: str) -> list:  # of rows
+    "What the last run of a part measured; of a part that was run twice, the later cases count."
+    mine = [row for row in rows if row["part"] == part]
+    ends = [k for k, row in enumerate(mine) if "status" in row]
+    first = ends[-2] + 1 if len(ends) > 1 else 0
+    # a run that was killed has left rows without an end
+    return list({(row["case"], row.get("way")): row for row in mine[first:] if "status" not in row}.values())
+
+
+FIGURES = dict(loss_error="loss off by {:.0e}", gradient_error="gradient off by {:.0e}", vector_error="off by {:.0e}",
+               tokens_per_second="{:,.0f} tokens/s", rate="matrix products at {:.3g} FLOP/s",
+               efficiency="{:.0%} of that", peak_bytes="peak {:.2f} GB", predicted_bytes="{:.2f} GB forecast",
+               last_line="{}")
+
+
+def in_words(row: dict) -> str:
+    "A case in one line."
+    value = lambda name: row[name]/1e9 if name.endswith("_bytes") else row[name]
+    words = [shown.format(value(name)) for name, shown in FIGURES.items() if row.get(name) is not None]
+    verdict = {True: "holds", False: "DOES NOT HOLD"}.get(row.get("holds"))
+    return "; ".join([f"{row['case']}{', ' + row['way'] if 'way' in row else ''}: {', '.join(words)}",
+                      *filter(None, [verdict, row.get("why")])])
+
+
+def case_rows(rows: list, part: str) -> list:  # of lines
+    "The cases of a part, a line each."
+    return [in_words(row) for row in cases(rows, part)]
+
+
+# ---- goals ----
+
+
+class Goal(NamedTuple):
+    "A number that a GPU has to reach."
+    name: str
+    part: str           # that measures it
+    value: Callable     # (cases of the part, all rows) -> a number, or None where it was not measured
+    least: float = 0    # the goal; 0: there is `most` instead
+    most: float = 0
+    percent: bool = False
+
+
+# dense bf16 operations per second that the makers state
+STATED = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "L40S": 362e12, "A10G": 70e12,
+          "RTX 4090": 165e12}
+# table 7: 2000 steps of 512 pairs in 4 hours on 8 A100. The paper does not say how long its texts are; 25 and 180
+# tokens are the means assumed here, in the paper's favour against a shorter guess
+PAPER_TOKENS_PER_HOUR = 2000*512*(25 + 180)/(4*8)
+
+
+def ours(found: list, **wanted) -> list:
+    "The rows of our way that have these values."
+    return [row for row in found if row.get("way") == OURS and all(row.get(k) == v for k, v in wanted.items())]
+
+
+def share(found: list, rows: list):
+    "Operations that a step needs at least, over what the machine multiplies in that time."
+    return max((row["efficiency"] for row in ours(found) if "efficiency" in row), default=None)
+
+
+def against_paper(found: list, rows: list):
+    "Tokens per GPU-hour over the paper's, both per stated operation of the GPU."
+    mine = ours(found)
+    if not mine: return None
+    stated = next((rate for name, rate in STATED.items() if name in mine[-1]["machine"]["device"]), None)
+    if not stated: return None
+    return 3600*mine[-1]["tokens_per_second"]/PAPER_TOKENS_PER_HOUR*STATED["A100"]/stated
+
+
+def times_as_fast(peers: tuple) -> Callable:
+    "Our speed over the fastest of the peers', in the case where that is smallest."
+    def value(found: list, rows: list):
+        ratios = []
+        for row in ours(found):
+            rivals = [other["seconds"] for other in found if other["case"] == row["case"] and other["way"] in peers]
+            if rivals: ratios.append(min(rivals)/row["seconds"])
+        return min(ratios, default=None)
+    return value
+
+
+def of_roofline(found: list, rows: list):
+    "The least operations of the texts at the measured matrix rate, over the time taken."
+    rates = {row["case"]: row["rate"] for row in cases(rows, "matrix rate")}
+    kind = "bfloat16" if any(row["machine"]["kind"] == "cuda" for row in found) else "float32"
+    if kind not in rates: return None
+    return max((row["flops_least"]/row["seconds"]/rates[kind] for row in ours(found)), default=None)
+
+
+def forecast_error(found: list, rows: list):
+    "How far the largest measured peak is from the planner's, in the case where it is farthest."
+    all_parts = [row for part in last_runs(rows) for row in cases(rows, part)]
+    errors = [abs(row["peak_bytes"]/row["predicted_bytes"] - 1) for row in ours(all_parts) if row.get("predicted_bytes")]
+    return max(errors, default=None)
+
+
+def worst_scaling(found: list, rows: list):
+    "Speed with all ranks, over that many times the speed of one."
+    speed = {row["ranks"]: row["tokens_per_second"] for row in found}
+    return speed[max(speed)]/max(speed)/speed[1] if len(speed) > 1 and 1 in speed else None
+
+
+def all_hold(found: list, rows: list):
+    "The share of the cases that hold."
+    return sum(row["holds"] for row in found)/len(found) if found else None
+
+
+GOALS = [Goal(f"{part}: cases within the tolerances", part, all_hold, least=1, percent=True)
+         for part in ("parity 135m", "parity 1b", "encode and export 135m", "kill and resume", "two ranks equal one")] + [
+    Goal("stage I, 1B: share of the measured matrix-product rate", "stage1 1b", share, least=0.45, percent=True),
+    Goal("stage I, 1B: tokens per GPU-hour, times the paper's at equal peak (table 7)", "stage1 1b", against_paper,
+         least=5),
+    Goal("stage II, 135M: times as fast as sentence-transformers", "stage2 135m",
+         times_as_fast((ST, f"{ST} cached")), least=1.3),
+    Goal("encode, 135M: times as fast as sentence-transformers", "encode 135m", times_as_fast((ST,)), least=1.3),
+    Goal("encode, 1B: times as fast as sentence-transformers", "encode 1b", times_as_fast((ST,)), least=1.3),
+    Goal("encode, 1B: share of the roofline", "encode 1b", of_roofline, least=0.6, percent=True),
+    Goal("memory: largest error of the forecast", "stage1 1b", forecast_error, most=0.1, percent=True),
+    Goal("several GPUs: speed of all, over that many times one", "scaling", worst_scaling, least=0.85, percent=True)]
+
+
+def verdict(goal: Goal, rows: list) -> tuple:  # (measured as text, met, missed or not run)
+    "What was measured for a goal; a speed counts also where its part did not end well."
+    value = goal.value(cases(rows, goal.part), rows)
+    status = last_runs(rows).get(goal.part, {}).get("status", "not run")
+    if value is None: return "–", status if status != "done" else "not run"
+    shown = f"{value:.0%}" if goal.percent else f"{value:.2f}"
+    if cases(rows, goal.part)[-1]["dry"] and goal.value is not all_hold: return shown, "not run (a dry run)"
+    good = value >= goal.least if goal.least else value <= goal.most
+    unfinished = goal.value is all_hold and status != "done"  # what holds may be less than all there is
+    return shown, status if good and unfinished else "met" if good else "missed"
+
+
+# ---- the page ----
+
+
+def table(head: list, lines: list) -> str:
+    "A table in Markdown."
+    clean = lambda cell: str(cell).replace("|", "/").replace("\n", " ")
+    return "\n".join(f"| {' | '.join(map(clean, line))} |" for line in [head, ["---"]*len(head), *lines])
+
+
+def goals_table(rows: list) -> str:
+    "Every goal with what was measured."
+    limit = lambda goal: ("at least " if goal.least else "at most ") + (
+        f"{goal.least or goal.most:.0%}" if goal.percent else f"{goal.least or goal.most}")
+    return table(["goal", "wanted", "measured", "verdict"],
+                 [[goal.name, limit(goal), *verdict(goal, rows)] for goal in GOALS])
+
+
+def parts_table(rows: list, parts: list, stages: dict) -> str:
+    "Every part, how it ended and when."
+    ended, lines = last_runs(rows), []
+    for part in parts:
+        row = ended.get(part.name, dict(status="not run yet", why="", at="", seconds=None))
+        took = "" if row["seconds"] is None or row["status"] == "not run" else f"{row['seconds']:.0f} s"
+        lines.append([f"{part.stage}: {stages[part.stage]}", part.name, row["status"], took, row["at"][:16], row["why"]])
+    return table(["stage", "part", "", "took", "at", "why"], lines)
+
+
+def circumstances(rows: list) -> str:
+    "The machines, versions and commits behind the rows."
+    found = {}
+    for row in last_runs(rows).values():
+        told, code, versions = row["machine"], row["code"], row["versions"]
+        commit = code.get("commit", code["version"])[:10] + (" with open changes" if code.get("dirty") else "")
+        key = json.dumps([told["device"], told["count"], versions["torch"], versions["transformers"], commit, row["dry"]])
+        found.setdefault(key, row["at"][:10])
+    lines = []
+    for key, day in found.items():
+        device, count, torch, transformers, commit, dry = json.loads(key)
+        what = "a dry run of the tiny model, which says nothing of speed" if dry else f"{count} GPU{'s'*(count != 1)}"
+        lines.append(f"- {day}: {device}, {what}; torch {torch}, transformers {transformers}, commit {commit}")
+    return "\n".join(lines)
+
+
+def as_page(rows: list, parts: list, stages: dict) -> str:
+    "All of it in Markdown, a section for each kind of machine."
+    devices = list(dict.fromkeys(row["machine"]["device"] for row in rows))
+    if devices: return "\n\n".join(of_device(of_machine(rows, name), name, parts, stages) for name in devices)
+    return "\n\n".join(["**Not run yet**: no row has been measured on a GPU.", "### Goals", goals_table([]),
+                        "### Parts", parts_table([], parts, stages)])
+
+
+def of_device(rows: list, device: str, parts: list, stages: dict) -> str:
+    "One machine's section."
+    details = [f"**{part.name}**\n\n" + "\n".join(f"- {line}" for line in case_rows(rows, part.name))
+               for part in parts if cases(rows, part.name)]
+    return "\n\n".join([f"## {device}", circumstances(rows), "### Goals", goals_table(rows), "### Parts",
+                        parts_table(rows, parts, stages), "### Cases", *details])

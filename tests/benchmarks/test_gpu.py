@@ -1,0 +1,131 @@
+"`make gpu` as a dry run in short: rows as they come, limits, what a failure leaves behind, and the page."
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from anchor_nb.runs.ledger import read_rows
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent/"nbs"/"benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import gpu
+import gpu_kit
+from gpu_page import GOALS, as_page, cases, last_runs, verdict
+from isolation import OutOfTime, isolated, within
+
+MACHINE = dict(device="NVIDIA H100", kind="cuda", count=1)
+ABOUT = dict(dry=False, machine=MACHINE, versions=dict(torch="2.13", transformers="5.23"), at="2026-11-23T00:00:00",
+             code=dict(version="0.1.0", commit="0123456789", dirty=False))
+
+
+def gpu_command(*words, **variables):
+    return subprocess.run([sys.executable, str(BENCHMARKS/"gpu.py"), *map(str, words)], capture_output=True, text=True,
+                          timeout=900, env=os.environ | variables)
+
+
+def test_the_short_dry_run_measures_goes_on_where_it_was_and_shows_the_page(tmp_path):
+    rows = tmp_path/"rows.jsonl"
+    done = gpu_command("--device", "cpu", "--short", "--rows", rows)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ends, kept = last_runs(read_rows(rows)), read_rows(rows)
+    assert set(ends) == gpu.SHORT and {row["status"] for row in ends.values()} == {"done"}, done.stdout
+    assert all({"machine", "versions", "code", "at", "dry"} <= set(row) for row in kept)
+    assert all(row["holds"] for row in kept if "holds" in row) and any("holds" in row for row in kept)
+    resumed, = cases(kept, "kill and resume")
+    assert resumed["same_bits"] and resumed["loss_error"] == 0
+    assert {row["way"] for row in cases(kept, "stage1 135m")} == {"anchor_nb", "padded"}
+    assert "| parity 135m: cases within the tolerances | at least 100% | 100% | met |" in done.stdout
+    assert "says nothing of speed" in done.stdout and "| not run yet |" in done.stdout
+    again = gpu_command("--device", "cpu", "--short", "--rows", rows)
+    assert again.stdout.count("done before") == len(gpu.SHORT) and read_rows(rows) == kept
+
+
+def parts_of(*functions, seconds=60, **more):
+    return [gpu.Part("a", function.__name__, function, seconds, {}, {}, **more) for function in functions]
+
+
+def test_a_part_that_fails_or_takes_too_long_or_lacks_a_package_does_not_stop_the_rest(tmp_path, monkeypatch):
+    def breaks():
+        yield dict(case="before it broke")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def works(): yield dict(case="fine", holds=True)
+    monkeypatch.setattr(gpu, "isolated", lambda *args, **how: dict(MACHINE, kind="cpu"))
+    said, rows = [], tmp_path/"rows.jsonl"
+    gpu.run(parts_of(breaks, works), rows, True, 1, said.append)
+    ends = last_runs(read_rows(rows))
+    assert (ends["breaks"]["status"], ends["works"]["status"]) == ("failed", "done")
+    assert "illegal memory access" in ends["breaks"]["why"] and cases(read_rows(rows), "breaks")[0]["case"]
+    gpu.run(parts_of(works, needs=("no_such_package",)), tmp_path/"other.jsonl", True, 1, said.append)
+    assert last_runs(read_rows(tmp_path/"other.jsonl"))["works"]["why"] == "no_such_package is not installed"
+    assert gpu.why_not(parts_of(works, gpus=2)[0], False, dict(count=1)) == "needs 2 GPUs, and there is 1"
+
+
+def test_a_process_is_stopped_at_its_deadline():
+    began = time.monotonic()
+    with within(1.0), pytest.raises(OutOfTime): isolated("test_gpu:sleeper")
+    assert time.monotonic() - began < 30
+
+
+def sleeper(): time.sleep(300)
+
+
+def test_the_command_says_that_there_is_no_gpu(tmp_path):
+    done = gpu_command("--rows", tmp_path/"rows.jsonl", ACCELERATE_USE_CPU="1")
+    assert done.returncode == 1 and "torch sees no GPU here\n`anchor-nb doctor` says why" in done.stderr
+
+
+def measured(part, *rows): return [dict(part=part, **row, **ABOUT) for row in rows] + [
+    dict(part=part, status="done", why="", seconds=1.0, **ABOUT)]
+
+
+def test_goals_are_judged_from_rows_and_nothing_unmeasured_is_met():
+    assert {verdict(goal, [])[1] for goal in GOALS} == {"not run"}
+    speed = dict(case="256 pairs", way="anchor_nb", efficiency=0.47, tokens_per_second=60_000.0, peak_bytes=52*10**9,
+                 predicted_bytes=50*10**9)
+    peers = [dict(case="mixed", way=way, seconds=seconds) for way, seconds in (("anchor_nb", 2.0),
+                                                                              ("sentence-transformers", 2.4))]
+    rows = [*measured("stage1 1b", speed), *measured("encode 135m", *peers),
+            *measured("parity 1b", dict(case="a", holds=True), dict(case="b", holds=False))]
+    found = {goal.name.partition(":")[0] + ":" + goal.part: verdict(goal, rows) for goal in GOALS}
+    assert found["stage I, 1B:stage1 1b"][1] == "met"
+    assert found["encode, 135M:encode 135m"] == ("1.20", "missed")
+    assert found["parity 1b:parity 1b"] == ("50%", "missed") and found["memory:stage1 1b"] == ("4%", "met")
+    page = as_page(rows, gpu.PARTS, gpu.STAGES)
+    assert "## NVIDIA H100" in page and page.count("not run yet") == len(gpu.PARTS) - 3
+    assert "**Not run yet**" in as_page([], gpu.PARTS, gpu.STAGES)
+
+
+def test_goals_and_parts_name_each_other():
+    assert {goal.part for goal in GOALS} <= {part.name for part in gpu.PARTS} >= gpu.SHORT
+    for part in gpu.PARTS: assert set(part.dry) - set(part.settings) <= {
+        "model", "precision", "stages", "names", "micro_tokens", "workers", "max_length"}, part.name
+
+
+# ---- the kit ----
+
+def test_a_kit_joins_by_hash_and_says_which_piece_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_kit, "PIECE", 4096)
+    monkeypatch.setattr(gpu_kit, "tracked", lambda: [(Path(__file__), "tests/this.py")])
+    about = gpu_kit.make_kit(tmp_path/"kit", [], cache=False)
+    assert len(about["pieces"]["source"]) > 1
+    assert all((tmp_path/"kit"/piece["file"]).stat().st_size <= 4096 for piece in about["pieces"]["source"])
+    unpack = [sys.executable, "-I", str(tmp_path/"kit"/"unpack.py"), str(tmp_path/"kit"), str(tmp_path/"work")]
+    subprocess.run(unpack, check=True)
+    assert (tmp_path/"work/source/tests/this.py").read_bytes() == Path(__file__).read_bytes()
+    assert "version" in json.loads((tmp_path/"work/source/commit.json").read_text())
+    piece, = list((tmp_path/"kit").glob("source-000"))
+    piece.write_bytes(b"x" + piece.read_bytes()[1:])
+    (tmp_path/"work/done.json").unlink()
+    done = subprocess.run(unpack, capture_output=True, text=True)
+    assert done.returncode == 1 and "source-000 is damaged\ncopy it from the kit again" in done.stderr
+
+
+def test_a_kit_brings_nothing_that_comes_with_torch():
+    wheels = gpu_kit.lacking(gpu_kit.TRAIN + gpu_kit.COMPARE)
+    assert {"accelerate", "peft", "sentence-transformers"} <= set(wheels)
+    assert not {"torch", "numpy", "transformers", "tokenizers", "triton"} & set(wheels)
+    assert not [name for name in wheels if name.startswith("nvidia")]
