@@ -114,10 +114,11 @@ def read_file(path: Path, name: str) -> Document:
         raise ValueError("no text in it")
     return document
 
-# %% ../../nbs/data/10_documents.ipynb #00ad409c
+# %% ../../nbs/data/10_documents.ipynb #e2e9ba1a
 NAMES = dict(text=("text", "body", "content", "contents", "document", "passage", "article", "description", "answer",
                    "positive"),
-             title=("title", "name", "heading", "subject", "headline", "term"), id=("_id", "id", "doc_id", "url", "path"))
+             title=("title", "name", "heading", "subject", "headline", "term"),
+             id=("_id", "id", "doc_id", "url", "path"))
 
 def guessed(rows: list, columns: dict) -> dict: # rows: some of a table; -> our name -> theirs
     "Which columns hold text, title and id."

@@ -54,11 +54,12 @@ class Ranked:
 
     def search(self, queries, **how): return {query: self.ranking[query] for query in queries["id"]}
 
-# %% ../../nbs/evaluation/08_exam.ipynb #a63feb5d
+# %% ../../nbs/evaluation/08_exam.ipynb #6b02eafb
 def score_one(model, exam: Retrieval) -> dict: # values: query -> nDCG@10; score, low, high, seconds; ranking
     "One system's score on an exam, with its interval and its ranking."
     task = as_task(exam)
-    with tempfile.TemporaryDirectory() as cache, keeping(task) as ranking: found = evaluate_task(model, task, Path(cache))
+    with tempfile.TemporaryDirectory() as cache, keeping(task) as ranking:
+        found = evaluate_task(model, task, Path(cache))
     values = {name.rpartition("/")[2]: value for name, value in found.items["values"].items()}
     interval = bootstrap([values[query] for query in sorted(values)])
     return dict(score=interval.mean, low=interval.low, high=interval.high, seconds=found.seconds, values=values,

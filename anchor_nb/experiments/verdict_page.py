@@ -10,12 +10,14 @@ import html, textwrap
 from pathlib import Path
 from ..core.files import write_text
 
-# %% ../../nbs/experiments/09_verdict_page.ipynb #6eb18ec0
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1f2937;background:#fff}
+# %% ../../nbs/experiments/09_verdict_page.ipynb #09fcc649
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1f2937;
+background:#fff}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #d1d5db}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}.verdict{padding:1rem;border-left:.5rem solid;font-size:1.15rem}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
+.verdict{padding:1rem;border-left:.5rem solid;font-size:1.15rem}
 .yes{border-color:#117733;background:#eef7f0}.no{border-color:#aa4466;background:#fbeff3}tr.own{font-weight:600}
-.bar{background:#4477aa;height:.7rem;display:inline-block}small,.why{color:#4b5563}
+.bar{background:#4477aa;height:.7rem;display:inline-block}small,.why{color:#4b5563}td:last-child{min-width:8rem}
 @media(prefers-color-scheme:dark){body{background:#111827;color:#e5e7eb}.yes{background:#12301d}.no{background:#3a1622}
 small,.why{color:#9ca3af}}"""
 
@@ -35,12 +37,13 @@ def score_rows(facts: dict) -> str:
                     + cell(score.get("size", ""), "n") + cell(score.get("minutes", ""), "n") + bar + "</tr>")
     return "".join(rows)
 
-# %% ../../nbs/experiments/09_verdict_page.ipynb #220da10e
+# %% ../../nbs/experiments/09_verdict_page.ipynb #0adbc218
 def query_table(rows: list, names: tuple) -> str: # rows: from `exam.widest`; names: of the two systems
     "Queries with their answers and what the systems put first."
     if not rows: return "<p>None.</p>"
     short = lambda text: html.escape(textwrap.shorten(text, 160, placeholder=" …"))
-    def first(row, side): return "the answer" if row[f"{side}_hit"] == row["answer"] else short(row[f"{side}_hit"]) or "nothing"
+    def first(row, side):
+        return "the answer" if row[f"{side}_hit"] == row["answer"] else short(row[f"{side}_hit"]) or "nothing"
     lines = [f"<tr><td><b>{short(row['query'])}</b><br><small>answer: {short(row['answer'])}</small></td>"
              f"<td>{100*row['first']:.0f}<br><small>{first(row, 'first')}</small></td>"
              f"<td>{100*row['second']:.0f}<br><small>{first(row, 'second')}</small></td></tr>" for row in rows]
@@ -56,8 +59,8 @@ def curve_rows(curve: dict) -> str: # number of pairs -> score
     return ("<h2>More pairs?</h2><table><tr><th class=n>pairs</th><th class=n>nDCG@10</th><th></th></tr>" + rows
             + "</table><p class=why>The tuned encoder on the development part.</p>")
 
-# %% ../../nbs/experiments/09_verdict_page.ipynb #423b3a1b
-def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, advice, notes, made; as `adapt` writes them
+# %% ../../nbs/experiments/09_verdict_page.ipynb #e6b15155
+def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, advice, notes ...; as `adapt` makes them
                  out: str,    # the HTML file; replaced whole
                 ) -> Path:
     "The result of an exam as one page."
@@ -66,16 +69,17 @@ def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, ad
     asked = "made from the documents" if facts["made"] else "from your pairs"
     body = f"""<h1>{html.escape(facts['title'])}</h1>
 <p class="verdict {'yes' if found['better'] else 'no'}">{html.escape(found['sentence'])}</p>
-<p>{found['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. Training has seen neither these
-queries nor their documents, nor near-duplicates of either.</p>
-<h2>All systems</h2><table><tr><th>system</th><th class=n>nDCG@10</th><th class=n>95 % interval</th><th class=n>size</th>
-<th class=n>minutes</th><th></th></tr>{score_rows(facts)}</table>
+<p>{found['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. Training has seen neither
+these queries nor their documents, nor near-duplicates of either.</p>
+<h2>All systems</h2><table><tr><th>system</th><th class=n>nDCG@10</th><th class=n>95 % interval</th>
+<th class=n>size</th><th class=n>minutes</th><th></th></tr>{score_rows(facts)}</table>
 <p class=why>Minutes: of training, on this machine. “+ BM25”: fused by reciprocal ranks.</p>
 {curve_rows(facts['curve'])}
 <h2>What would help</h2><ul>{listed(facts['advice']) or '<li>Nothing that these numbers show.</li>'}</ul>
 <h2>Where it gained</h2>{query_table(facts['gained'], names)}
 <h2>Where it lost</h2>{query_table(facts['lost'], names)}
 <h2>How it was made</h2><ul>{listed(facts['notes'])}</ul>"""
-    return write_text(Path(out), f"<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport "
-                                 f'content="width=device-width"><title>{html.escape(facts["title"])}</title><style>{STYLE}'
-                                 f"</style></head><body>{body}</body></html>\n")
+    head = f"""<meta charset=utf-8><meta name=viewport content="width=device-width">
+<title>{html.escape(facts["title"])}</title><style>{STYLE}</style>"""
+    text = f"<!DOCTYPE html>\n<html lang=en><head>{head}</head><body>{body}</body></html>\n"
+    return write_text(Path(out), text)

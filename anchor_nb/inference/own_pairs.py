@@ -38,7 +38,7 @@ class Answers:
         covered = [number for number in likely if seen_part(runs_of(self.texts[number]), runs) >= 0.8]
         return self.best(query, inside or covered) if inside or covered else None
 
-# %% ../../nbs/inference/06_own_pairs.ipynb #a73a3380
+# %% ../../nbs/inference/06_own_pairs.ipynb #fca5a7fb
 def match_pairs(rows: list,     # in the common form
                 passages: list, # of `Passage`
                 source: str = "pairs", # named in messages
@@ -50,6 +50,7 @@ def match_pairs(rows: list,     # in the common form
         found += [(row["query"], number) for number in numbers if number is not None]
         if set(numbers) == {None}: lost.append(row["query"])
     if 2*len(lost) > len(rows):
-        raise ValueError(f"{len(lost)} of {len(rows)} pairs in {source} point to no document, such as {lost[0][:60]!r}; "
-                         "an answer must be a text of the documents, a part of one, or a document's id or path")
+        raise ValueError(f"{len(lost)} of {len(rows)} pairs in {source} point to no document, such as "
+                         f"{lost[0][:60]!r}; an answer must be a text of the documents, a part of one, or a document's id "
+                         "or path")
     return list(dict.fromkeys(found)), lost

@@ -15,7 +15,7 @@ from ..data.deduplication import plain
 from .hard_negatives import Words
 from ..models.resolve import find_model
 
-# %% ../../nbs/inference/05_questions.ipynb #b2c053db
+# %% ../../nbs/inference/05_questions.ipynb #16be32b4
 def heading_pairs(passages: list) -> list: # of `Passage` -> of (query, number of the passage)
     "Titles and headings as queries, those that occur once."
     asked, seen = [], set()
@@ -27,9 +27,10 @@ def heading_pairs(passages: list) -> list: # of `Passage` -> of (query, number o
             if place[2] and place not in seen: asked.append((place[2], number))
             seen.add(place)
     counts = Counter(plain(query) for query, _ in asked)
-    return [(query, number) for query, number in asked if counts[plain(query)] == 1 and re.search(r"[^\W\d_]{2}", query)]
+    return [(query, number) for query, number in asked
+            if counts[plain(query)] == 1 and re.search(r"[^\W\d_]{2}", query)]
 
-# %% ../../nbs/inference/05_questions.ipynb #e97597aa
+# %% ../../nbs/inference/05_questions.ipynb #0954218c
 PROMPT = ("Text: {text}\n\nWrite one short question that this text answers and that names its subject. Write the "
           "question only.")
 
@@ -45,14 +46,16 @@ def by_address(texts: list, address: str, model: str) -> list: # of answers
     "Ask a server, one text at a time; ValueError when it does not answer."
     answers = []
     for text in texts:
-        body = dict(model=model, max_tokens=48, temperature=0, messages=[dict(role="user", content=PROMPT.format(text=text))])
+        asked = dict(role="user", content=PROMPT.format(text=text))
+        body = dict(model=model, max_tokens=48, temperature=0, messages=[asked])
         request = urllib.request.Request(f"{address.rstrip('/')}/chat/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
                 answers.append(json.load(reply)["choices"][0]["message"]["content"])
         except (OSError, ValueError, LookupError) as error:
-            raise ValueError(f"generator={address} gave no answer ({error}); start the server, or name a model") from None
+            raise ValueError(f"generator={address} gave no answer ({error}); start the server, or name a "
+                             "model") from None
     return answers
 
 # %% ../../nbs/inference/05_questions.ipynb #24d8a8e3

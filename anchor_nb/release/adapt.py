@@ -59,7 +59,7 @@ class Steps:
         self.fresh.append(name)
         return facts
 
-# %% ../../nbs/release/07_adapt.ipynb #753b4d90
+# %% ../../nbs/release/07_adapt.ipynb #3f73e89a
 FEWEST = dict(documents=10, exam=20) # ours: with fewer, nothing can be told
 
 def read_step(recipe: Adapt, part: Path) -> dict:
@@ -69,7 +69,8 @@ def read_step(recipe: Adapt, part: Path) -> dict:
     kept = len({passage.document for passage in passages})
     if kept < FEWEST["documents"]:
         raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and the exam must ask "
-                         f"for some that training has not seen; give at least {FEWEST['documents']}, or one file a chapter")
+                         f"for some that training has not seen; give at least {FEWEST['documents']}, or one file a "
+                         "chapter")
     write_lines(part/"passages.jsonl", (passage._asdict() for passage in passages))
     return dict(documents=len(documents), passages=len(passages), repeated=repeated, skipped=len(skipped),
                 reasons=dict(Counter(skipped.values()).most_common(5)), examples=dict(list(skipped.items())[:5]),
@@ -411,7 +412,7 @@ def outlook_row(step: str, what: str, minutes: float = 0.0, memory: float = 0.0)
     cost = f"{minutes:7.1f} min" if minutes else " "*11
     return f"{step:12} {cost} {f'{memory/1e9:5.1f} GB' if memory else ' '*8}  {what}".rstrip()
 
-# %% ../../nbs/release/07_adapt.ipynb #ed020108
+# %% ../../nbs/release/07_adapt.ipynb #967c85c6
 def outlook(recipe: Adapt) -> list: # of lines
     "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
@@ -424,7 +425,8 @@ def outlook(recipe: Adapt) -> list: # of lines
     train = min(recipe.train_pairs or pairs, pairs - exam - dev)
     each = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
     made = f"{pairs:,} titles and questions at most, fewer after the round trip"
-    most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made, split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
+    most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made,
+                split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
     lines += [outlook_row(step, what) for step, what in most.items()]
     lines.append(outlook_row("mine", "one negative a pair", each/6*(min(len(passages), SURVEYED) + train)))
     lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
