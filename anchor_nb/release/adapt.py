@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['adapt', 'outlook']
 
-# %% ../../nbs/release/07_adapt.ipynb #2d9e7d2e
+# %% ../../nbs/release/07_adapt.ipynb #465c0bd3
 import hashlib, json, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
@@ -30,7 +30,7 @@ from ..models.resolve import find_model
 from .card import export_with_card
 from ..runs.identity import engine_of, files_content, model_content
 from ..runs.ledger import read_json, write_json
-from ..training.encoders import tune_encoder
+from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/07_adapt.ipynb #688ebac4
 class Steps:
@@ -121,7 +121,7 @@ def pairs_step(recipe: Adapt, part: Path, passages: list) -> dict:
     write_lines(part/"pairs.jsonl", (dict(query=query, passage=number) for query, number in found))
     return dict(made=not recipe.pairs, pairs=len(found)) | counts
 
-# %% ../../nbs/release/07_adapt.ipynb #36286029
+# %% ../../nbs/release/07_adapt.ipynb #fbab75c7
 def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most: int, seed: int) -> Retrieval:
     "The queries of some rows, over at most so many of all passages."
     queries, judged = {}, {}
@@ -155,10 +155,11 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
     held = {marks[n] for n in [*exam, *dev]}
     kept = sorted(draw(rest, recipe.train_pairs, recipe.seed))
     pool = [text for text, passage in zip(texts, passages) if passage.document not in held]
+    surveyed = min(SURVEYED, max(1000, 2*len(kept))) # enough to find near ones among
     write_pairs(part/"pairs", "pairs", [rows[n] for n in kept])
-    write_lines(part/"pool.jsonl", (dict(text=text) for text in draw(pool, SURVEYED, recipe.seed)))
+    write_lines(part/"pool.jsonl", (dict(text=text) for text in draw(pool, surveyed, recipe.seed)))
     return dict(exam=len(read_retrieval(part/"exam").queries), dev=len(read_retrieval(part/"dev").queries),
-                train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), SURVEYED),
+                train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), surveyed),
                 exam_documents=len(read_retrieval(part/"exam").corpus))
 
 # %% ../../nbs/release/07_adapt.ipynb #7ef0d767
@@ -412,7 +413,7 @@ def outlook_row(step: str, what: str, minutes: float = 0.0, memory: float = 0.0)
     cost = f"{minutes:7.1f} min" if minutes else " "*11
     return f"{step:12} {cost} {f'{memory/1e9:5.1f} GB' if memory else ' '*8}  {what}".rstrip()
 
-# %% ../../nbs/release/07_adapt.ipynb #967c85c6
+# %% ../../nbs/release/07_adapt.ipynb #baa3582c
 def outlook(recipe: Adapt) -> list: # of lines
     "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
@@ -428,9 +429,9 @@ def outlook(recipe: Adapt) -> list: # of lines
     most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made,
                 split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
     lines += [outlook_row(step, what) for step, what in most.items()]
-    lines.append(outlook_row("mine", "one negative a pair", each/6*(min(len(passages), SURVEYED) + train)))
+    lines.append(outlook_row("mine", "one negative a pair", each/6*(min(len(passages), max(1000, 2*train)) + train)))
     lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
-                             each*(3*min(train, 512) + recipe.epochs*(train + dev)), 16*23e6))
+                             each*(3*min(train, SEARCHED) + recipe.epochs*(train + dev)), 16*23e6))
     for base in bases_of(recipe)[0]:
         if base != MINER: lines.append(outlook_row(f"train-{Path(base).name}", "as many pairs as fit",
                                                    SHARE*recipe.minutes, 16*135e6 if base == "smollm2-135m" else 0))

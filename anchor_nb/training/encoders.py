@@ -64,9 +64,9 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
     if judge and max(scores.values()) == scores[0]: encoder.load_state_dict(before)
     return {epoch: round(float(score), 4) for epoch, score in scores.items()}
 
-# %% ../../nbs/training/10_encoders.ipynb #1f43f336
+# %% ../../nbs/training/10_encoders.ipynb #ae8f2a74
 RATES = (2e-5, 1e-4, 3e-4) # ours: around sentence-transformers' 5e-5, and what small models on few pairs take
-SEARCHED = 512             # pairs
+SEARCHED = 192             # pairs
 
 def search_rate(model: str, rows: list, dev: Retrieval, rates=RATES, batch: int = 32, max_length: int = 256,
                 seed: int = 0) -> dict: # rate -> nDCG@10 on the development part
