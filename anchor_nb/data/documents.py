@@ -220,23 +220,23 @@ def joined(parts: list, words: int) -> list:
             size = more
     return texts
 
-# %% ../../nbs/data/10_documents.ipynb #bd969833
+# %% ../../nbs/data/10_documents.ipynb #48626cd6
 def passages_of(documents: list, # of `Document`
                 words: int = 160, # the longest passage; ours: about 220 tokens, less than all-MiniLM's 256
                 shortest: int = 3, # words; what is shorter says nothing
-               ) -> tuple:      # (list of `Passage`, how many repeated an earlier one)
+               ) -> tuple:      # (list of `Passage`, repeats of earlier ones: (document, number of the passage))
     "The different passages of documents, in their order; ValueError when none is left."
-    seen, kept, repeated = set(), [], 0
+    seen, kept, repeats = {}, [], []
     for document in documents:
         for heading, text in document.sections:
             for part in joined(pieces(text, words), words):
                 if len(part.split()) < shortest and len(part) < LONG_WORD: continue
-                repeated += (key := plain(part)) in seen
-                if key not in seen: kept.append(Passage(document.id, document.title, heading, part))
-                seen.add(key)
+                number = seen.setdefault(plain(part), len(kept))
+                if number == len(kept): kept.append(Passage(document.id, document.title, heading, part))
+                else: repeats.append((document.id, number))
     if not kept:
         raise ValueError(f"no document has a passage of {shortest} words; give longer texts")
-    return kept, repeated
+    return kept, repeats
 
 # %% ../../nbs/data/10_documents.ipynb #27a38096
 ENGLISH = set("the of and to in a is that for it as with on by are be this or from an at which you can not".split())

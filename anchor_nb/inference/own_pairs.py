@@ -10,14 +10,15 @@ from collections import defaultdict
 from ..data.deduplication import plain, runs_of, seen_part
 from .hard_negatives import Words
 
-# %% ../../nbs/inference/06_own_pairs.ipynb #52033b84
+# %% ../../nbs/inference/06_own_pairs.ipynb #27800388
 class Answers:
     "Finds the passage that a text stands for."
-    def __init__(self, passages: list): # of `Passage`
+    def __init__(self, passages: list, repeats: list): # as `passages_of` gives them
         self.texts, self.whole, self.named = [plain(passage.text) for passage in passages], {}, defaultdict(list)
         for number, (passage, text) in enumerate(zip(passages, self.texts)):
             self.whole.setdefault(text, number)
             self.named[passage.document].append(number)
+        for document, number in repeats: self.named[document].append(number)
         self.words = None # made when it is needed
 
     def best(self, query: str, numbers: list) -> int:
@@ -38,13 +39,14 @@ class Answers:
         covered = [number for number in likely if seen_part(runs_of(self.texts[number]), runs) >= 0.8]
         return self.best(query, inside or covered) if inside or covered else None
 
-# %% ../../nbs/inference/06_own_pairs.ipynb #fca5a7fb
+# %% ../../nbs/inference/06_own_pairs.ipynb #ec120451
 def match_pairs(rows: list,     # in the common form
                 passages: list, # of `Passage`
                 source: str = "pairs", # named in messages
+                repeats: list = (), # of (document, number of a passage that stands for its own)
                ) -> tuple:      # (list of (query, number of a passage), queries whose answer is nowhere)
     "Each query with its passages; ValueError when most answers are in no document."
-    answers, found, lost = Answers(passages), [], []
+    answers, found, lost = Answers(passages, repeats), [], []
     for row in rows:
         numbers = dict.fromkeys(answers.find(row["query"], text) for text in row["positives"])
         found += [(row["query"], number) for number in numbers if number is not None]

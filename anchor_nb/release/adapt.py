@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['adapt', 'outlook']
 
-# %% ../../nbs/release/07_adapt.ipynb #465c0bd3
+# %% ../../nbs/release/07_adapt.ipynb #952a2a5e
 import hashlib, json, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
 from .. import __version__
 from ..core.files import damage, keep_apart, new_folder, seal
-from ..core.progress import announce
+from ..core.progress import announce, without_bars
 from ..core.recipe import Adapt, Mine, Stage2
 from ..data.documents import Passage, not_english, passages_of, read_documents
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
@@ -59,20 +59,21 @@ class Steps:
         self.fresh.append(name)
         return facts
 
-# %% ../../nbs/release/07_adapt.ipynb #3f73e89a
+# %% ../../nbs/release/07_adapt.ipynb #28a900ff
 FEWEST = dict(documents=10, exam=20) # ours: with fewer, nothing can be told
 
 def read_step(recipe: Adapt, part: Path) -> dict:
     "Documents as passages; ValueError for too few documents."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
-    passages, repeated = passages_of(documents, recipe.words)
+    passages, repeats = passages_of(documents, recipe.words)
     kept = len({passage.document for passage in passages})
     if kept < FEWEST["documents"]:
         raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and the exam must ask "
                          f"for some that training has not seen; give at least {FEWEST['documents']}, or one file a "
                          "chapter")
     write_lines(part/"passages.jsonl", (passage._asdict() for passage in passages))
-    return dict(documents=len(documents), passages=len(passages), repeated=repeated, skipped=len(skipped),
+    write_lines(part/"repeats.jsonl", repeats)
+    return dict(documents=len(documents), passages=len(passages), repeated=len(repeats), skipped=len(skipped),
                 reasons=dict(Counter(skipped.values()).most_common(5)), examples=dict(list(skipped.items())[:5]),
                 not_english=round(not_english([passage.text for passage in passages[:2000]]), 3))
 
@@ -85,13 +86,13 @@ def shown(passage: Passage, titled: bool) -> str:
     above = [part for part in dict.fromkeys((passage.title, passage.heading)) if part] if titled else []
     return "\n".join([*(part for part in above if not passage.text.startswith(part)), passage.text])
 
-# %% ../../nbs/release/07_adapt.ipynb #9baf29d3
+# %% ../../nbs/release/07_adapt.ipynb #22df7e6d
 MINER, SURVEYED = "minilm", 5000 # the encoder that filters and mines; passages it looks at
 
 def encoder_of(model: str):
     "A function of texts to unit vectors."
     from sentence_transformers import SentenceTransformer
-    encoder = SentenceTransformer(find_model(model))
+    with without_bars(): encoder = SentenceTransformer(find_model(model))
     return lambda texts: encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
 
 def made_pairs(recipe: Adapt, passages: list) -> tuple: # (list of (query, number), counts)
@@ -111,11 +112,11 @@ def made_pairs(recipe: Adapt, passages: list) -> tuple: # (list of (query, numbe
                       kept_headings=sum(query in titles for query, _ in kept),
                       kept_questions=sum(query not in titles for query, _ in kept))
 
-def pairs_step(recipe: Adapt, part: Path, passages: list) -> dict:
+def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list) -> dict:
     "Which query asks for which passage."
     if recipe.pairs:
         rows = [row for table in load_pairs(recipe.pairs, columns=recipe.columns).values() for row in table]
-        found, lost = match_pairs(rows, passages, recipe.pairs)
+        found, lost = match_pairs(rows, passages, recipe.pairs, repeats)
         counts = dict(given=len(rows), lost=len(lost), examples=lost[:5])
     else: found, counts = made_pairs(recipe, passages)
     write_lines(part/"pairs.jsonl", (dict(query=query, passage=number) for query, number in found))
@@ -219,15 +220,16 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
         scores[size] = facts["dev"]
     return scores | {len(rows): tuned["dev"]}
 
-# %% ../../nbs/release/07_adapt.ipynb #7a900dca
+# %% ../../nbs/release/07_adapt.ipynb #50132ba8
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, exam and negatives."
     read = steps.run("read", lambda part: read_step(recipe, part), documents=files_content(recipe.documents),
                      columns=recipe.document_columns, words=recipe.words)
     passages = [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
+    repeats = read_lines(steps.folder("read")/"repeats.jsonl")
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
                                           train_pairs=recipe.train_pairs)
-    pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages), ("read",),
+    pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats), ("read",),
                       pairs=files_content(recipe.pairs) if recipe.pairs else "", columns=recipe.columns, **making)
     rows = read_lines(steps.folder("pairs")/"pairs.jsonl")
     sizes = {name: getattr(recipe, name) for name in ("exam_queries", "dev_queries", "exam_documents", "train_pairs",

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['RATES', 'SEARCHED', 'search_rate', 'tune_encoder']
 
-# %% ../../nbs/training/10_encoders.ipynb #07a5dd43
+# %% ../../nbs/training/10_encoders.ipynb #67996f0b
 import json, random, time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from ..core.files import new_folder, write_text
-from ..core.progress import announce
+from ..core.progress import announce, without_bars
 from ..data.retrieval_sets import Retrieval, relevant
 from ..models.resolve import find_model
 
@@ -22,7 +22,7 @@ def as_triples(rows: list): # rows: in the common form; -> datasets.Dataset
     return Dataset.from_list([dict(anchor=row["query"], positive=row["positives"][0])
                               | (dict(negative=row["negatives"][0]) if negatives else {}) for row in rows])
 
-# %% ../../nbs/training/10_encoders.ipynb #ed3b9bbb
+# %% ../../nbs/training/10_encoders.ipynb #27475268
 SCORE = "dev_cosine_ndcg@10"
 
 def evaluator_of(dev: Retrieval):
@@ -36,16 +36,16 @@ def evaluator_of(dev: Retrieval):
 def opened(model: str, max_length: int):
     "An encoder on the device that sentence-transformers chooses."
     from sentence_transformers import SentenceTransformer
-    encoder = SentenceTransformer(find_model(model))
+    with without_bars(): encoder = SentenceTransformer(find_model(model))
     encoder.max_seq_length = min(max_length, encoder.max_seq_length or max_length)
     return encoder
 
-# %% ../../nbs/training/10_encoders.ipynb #dcded056
+# %% ../../nbs/training/10_encoders.ipynb #bcb55ed6
 def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: int) -> dict: # epoch -> score
     "Train in place; afterwards the encoder is as after its best epoch."
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.losses import MultipleNegativesRankingLoss
-    from transformers import EarlyStoppingCallback
+    from transformers import EarlyStoppingCallback, PrinterCallback
     before, scores = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}, {}
     scores[0] = judge(encoder)[SCORE] if judge else 0.0
     with TemporaryDirectory() as folder:
@@ -54,11 +54,12 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
         settings = SentenceTransformerTrainingArguments(
             folder, num_train_epochs=epochs, per_device_train_batch_size=min(batch, len(rows)), learning_rate=rate,
             warmup_steps=0.1, batch_sampler="no_duplicates", report_to="none", disable_tqdm=True, seed=seed,
-            logging_strategy="no", **kept)
+            logging_strategy="no", dataloader_pin_memory=encoder.device.type == "cuda", **kept)
         trainer = SentenceTransformerTrainer(encoder, settings, train_dataset=as_triples(rows), evaluator=judge,
                                              loss=MultipleNegativesRankingLoss(encoder),
                                              callbacks=[EarlyStoppingCallback(1)] if judge else [])
-        trainer.train()
+        trainer.remove_callback(PrinterCallback)
+        with without_bars(): trainer.train()
     history = [row[f"eval_{SCORE}"] for row in trainer.state.log_history if f"eval_{SCORE}" in row]
     scores |= dict(enumerate(history, 1))
     if judge and max(scores.values()) == scores[0]: encoder.load_state_dict(before)
@@ -78,7 +79,7 @@ def search_rate(model: str, rows: list, dev: Retrieval, rates=RATES, batch: int 
         announce(f"learning rate {rate:g}: nDCG@10 {100*found[rate]:.1f} on the development part")
     return found
 
-# %% ../../nbs/training/10_encoders.ipynb #8bdc5951
+# %% ../../nbs/training/10_encoders.ipynb #4282acd3
 def tune_encoder(model: str,       # a sentence-transformers folder, hub id or short name
                  rows: list,       # in the common form
                  dev: Retrieval,   # decides the learning rate and when to stop
@@ -101,7 +102,7 @@ def tune_encoder(model: str,       # a sentence-transformers folder, hub id or s
                  rate=rate or max(rates, key=rates.get), epochs=scores, dev=max(scores.values()), batch=batch,
                  max_length=encoder.max_seq_length, seed=seed, seconds=round(time.perf_counter() - began[0], 1),
                  cpu_seconds=round(time.process_time() - began[1], 1))
-    with new_folder(Path(out)) as folder:
+    with new_folder(Path(out)) as folder, without_bars():
         encoder.save_pretrained(str(folder), create_model_card=False)
         write_text(folder/"training.json", json.dumps(facts, indent=1) + "\n")
     return facts
