@@ -41,10 +41,9 @@ def main(name, *settings):
     kinds = {field: f.type for field, f in Adapt.__dataclass_fields__.items()}
     values = {field: coerce(field, from_yaml(field, text), kinds[field]) for field, text in given.items()}
     target(name, root)
-    label = hashlib.sha256(json.dumps([own, values], sort_keys=True).encode()).hexdigest()[:8]
     began = time.time(), time.process_time()
     found = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
-                        out=str(root/f"adapted-{label}"), **values))
+                        out=str(root/f"adapted-{'own' if own else 'made'}"), **values))
     for system in found["systems"].values(): system.pop("values", None)
     kept = ("verdict", "alone", "systems", "curve", "notes", "seconds", "facts")
     row = dict(target=name, pairs=own, settings=values, **{field: found[field] for field in kept},
