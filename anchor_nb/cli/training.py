@@ -16,6 +16,7 @@ import typer
 
 from ..experiments.pipeline import plan, run_pipeline
 from ..core.recipe import RECIPES
+from ..runs.ledger import read_json
 from ..runs.launch import variable
 from ..core.presets import methods, presets
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
@@ -68,7 +69,56 @@ def add_stage(stage: str):
     app.command(stage, help=purpose, rich_help_panel=panel)(takes_settings(stage)(command))
 
 for stage in dict.fromkeys([*RECIPES, *stages()]):
-    if stage not in ("evaluate", "analyse", "report"): add_stage(stage)
+    if stage not in ("evaluate", "analyse", "report", "adapt"): add_stage(stage)
+
+# %% ../../nbs/cli/02_training.ipynb #48363aa9
+Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
+
+def told(place: str) -> dict: # place: OUT of `adapt`
+    "What an adaptation found, and the commands that follow, as lines."
+    found = read_json(Path(place)/"adapt.json")
+    typer.echo(f"\n{found['verdict']['sentence']}\n" + "\n".join(found["advice"]))
+    typer.echo(f"the page: {place}/verdict.html")
+    if found["model"]: typer.echo(f"next: anchor-nb serve {found['model']} {place}/steps/read/passages.jsonl")
+    return found
+
+@app.command("adapt", rich_help_panel=START, help=RECIPES["adapt"].__doc__)
+@takes_settings("adapt")
+def adapt(place: Documents = "", out: option(str, "where model, verdict and steps go", "--out", "-o") = "",
+          parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
+          output: option(Path | None, "where the executed notebook goes; default: in --out", "--output") = None,
+          example: option(bool, "on the toy village that comes with the package", "--example") = False,
+          dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
+    "Documents in, an embedder out."
+    pairs = [*parameter, *([f"documents={place}"] if place else []), *([f"out={out}"] if out else [])]
+    values = gather("adapt", preset, file, pairs)
+    if example: values |= example_values(values)
+    if dry_run:
+        show("adapt", values)
+        if values.get("documents"): show_outlook(values)
+        return
+    run_stage("adapt", values, output, log=not quiet)
+    if not told(values.get("out", default_out("adapt")))["verdict"]["better"]:
+        raise typer.Exit(1)
+
+# %% ../../nbs/cli/02_training.ipynb #646e51a9
+def default_out(stage: str) -> str:
+    "The folder of a stage where none is named."
+    return RECIPES[stage].__dataclass_fields__["out"].default
+
+def example_values(values: dict) -> dict: # values: parameters that were given
+    "Documents and pairs of the toy village, which needs no download; a small exam."
+    from anchor_nb.data.corpora import build_corpus
+    folder = build_corpus("toy")/"pairs"/"toy.jsonl"
+    small = dict(documents=str(folder), pairs=str(folder), base="minilm", epochs=1, exam_queries=60, dev_queries=30,
+                 train_pairs=100, curve=False, out="runs/adapt-example")
+    return small | values
+
+def show_outlook(values: dict):
+    "Print the steps with their time and memory, as a comment below the parameters."
+    from anchor_nb.release.adapt import outlook
+    with redirect_stdout(sys.stderr): lines = outlook(RECIPES["adapt"](**spelled_out("adapt", values)[0]))
+    typer.echo("\n" + "\n".join(f"# {line}" for line in lines))
 
 # %% ../../nbs/cli/02_training.ipynb #aae3cab9
 def show_plan(preset: str, out: Path, overrides: dict):

@@ -35,7 +35,7 @@ WINGS = dict(core="Settings and files", data="Texts and data", models="Models", 
              experiments="Experiments and figures", release="Export and release", cli="The command line")
 TUTORIALS = ["five_thousand", "quickstart", "own_data", "anchor", "village", "search_page", "evaluation", "ablations",
              "relatives", "cost", "survival", "cluster"]
-STAGES = ["prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
+STAGES = ["adapt", "prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
 BEFORE = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES),
           "pages": ("Results and reference", ["results", "speed", "methods", "commands"])}
 AFTER = {"studies": ("Studies", []), "benchmarks": ("Benchmarks", []), "paper": ("The paper", [])}

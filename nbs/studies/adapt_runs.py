@@ -1,0 +1,57 @@
+"""The runs behind the study of `adapt`, one call each; rows go to nbs/results/adapt/rows.jsonl.
+
+    python nbs/studies/adapt_runs.py foldoc base=minilm exam_queries=200
+    python nbs/studies/adapt_runs.py wordnet pairs=no exam_queries=100 # documents only
+
+A target is 1,200 texts of a corpus of ours, with the queries of 900 of them as pairs.
+"""
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+from anchor_nb.core.recipe import Adapt
+from anchor_nb.core.settings import coerce, from_yaml
+from anchor_nb.data.corpora import build_corpus
+from anchor_nb.release.adapt import adapt
+from anchor_nb.runs.provenance import code_version, machine
+
+TEXTS, PAIRS = 1200, 900
+
+
+def write(path, rows):
+    "Rows as JSONL."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def target(name, root):
+    "documents.jsonl and pairs.jsonl of a corpus, the same ones each time."
+    lines = (build_corpus(name)/"pairs"/f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = sorted(map(json.loads, lines), key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())[:TEXTS]
+    write(root/"documents.jsonl", [dict(_id=row["id"], text=row["positive"]) for row in rows])
+    write(root/"pairs.jsonl", [dict(query=row["query"], positive=row["id"]) for row in rows[:PAIRS]])
+
+
+def main(name, *settings):
+    "Run `adapt` on a target and keep what it found."
+    given = dict(text.split("=", 1) for text in settings)
+    own, root = given.pop("pairs", "yes") == "yes", Path("runs/adapt")/name
+    kinds = {field: f.type for field, f in Adapt.__dataclass_fields__.items()}
+    values = {field: coerce(field, from_yaml(field, text), kinds[field]) for field, text in given.items()}
+    target(name, root)
+    began = time.time(), time.process_time()
+    found = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
+                        out=str(root/f"adapted-{'own' if own else 'made'}"), **values))
+    for system in found["systems"].values(): system.pop("values", None)
+    kept = ("verdict", "alone", "systems", "curve", "notes", "seconds", "facts")
+    row = dict(target=name, pairs=own, settings=values, **{field: found[field] for field in kept},
+               wall_minutes=round((time.time() - began[0])/60, 1),
+               cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=found["fresh"],
+               command=" ".join(["python", *sys.argv]), code=code_version(), machine=machine())
+    with open("nbs/results/adapt/rows.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+    print(found["verdict"]["sentence"])
+
+
+if __name__ == "__main__": main(*sys.argv[1:])

@@ -1,0 +1,207 @@
+"Documents in, a model or a plain no out: bad input, resuming, the refusal. Training is replaced; the exam is real."
+import json
+import shutil
+
+import datasets
+import pytest
+from typer.testing import CliRunner
+
+from anchor_nb.cli.main import app
+from anchor_nb.core.recipe import Adapt
+from anchor_nb.data.documents import passages_of, read_documents
+from anchor_nb.data.retrieval_sets import read_retrieval
+from anchor_nb.evaluation.encoders import Candidate
+from anchor_nb.evaluation.exam import Ranked
+from anchor_nb.release import adapt as module
+from anchor_nb.release.adapt import adapt, outlook
+
+datasets.disable_progress_bars()
+WORDS = "mill river bread oven rabbit harbour ladder candle forest winter letter garden".split()
+
+
+def village(folder, count=160):
+    "Documents of one paragraph, each with a number that no other has."
+    folder.mkdir()
+    for n in range(count):
+        words = " ".join(WORDS[(n*k + k) % 12] for k in range(1, 9))
+        (folder/f"house{n}.txt").write_text(f"House number{n}00 of the village tells of {words} since year{n}11.")
+    return folder
+
+
+def questions(path, count=160, name="house{n}.txt"):
+    rows = [dict(question=f"Which house speaks of year{n}11?", place=name.format(n=n)) for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+COLUMNS = dict(query="question", positive="place")
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    "No model is loaded: negatives are none, candidates rank by a rule. Returns what `tune_encoder` was called with."
+    calls, rule = [], dict(tuned=1.0)
+
+    def mined(recipe):
+        shutil.copytree(recipe.data, f"{recipe.out}/pairs")
+        return dict(pairs=dict(rows=1, negatives=0, without=1, refused=0))
+
+    def tuned(model, rows, dev, out, *rest, **more):
+        calls.append(len(rows))
+        return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, dev=0.2, seconds=60.0)
+
+    def sat(exam, systems, max_length=256):
+        sheet = {}
+        for label in [*systems, *(f"{name} + BM25" for name in systems if name != "bm25")]:
+            good = rule["tuned"] if "tuned" in label and "BM25" not in label else 0.5
+            values = {query: float(hash_of(query) < good) for query in exam.queries}
+            ranking = {query: {next(iter(judged)): 1.0} for query, judged in exam.qrels.items()}
+            score = sum(values.values())/len(values)
+            sheet[label] = dict(score=score, low=score, high=score, seconds=0.1, values=values, ranking=ranking)
+        return sheet
+
+    def exported(model, out, **how):
+        folder = tmp_path.joinpath(out)
+        folder.mkdir()
+        (folder/"README.md").write_text("# a card\n")
+        return dict(bytes=10, dimension=4)
+    for name, stand_in in dict(mine=mined, tune_encoder=tuned, sit_exam=sat, export_with_card=exported,
+                               find_model=lambda model: model, is_encoder=lambda base: True,
+                               model_content=lambda base: "").items(): monkeypatch.setattr(module, name, stand_in)
+    return calls, rule
+
+
+def hash_of(query): return int(query.removeprefix("q"))*37 % 100/100
+
+
+def recipe(tmp_path, **more):
+    usual = dict(documents=str(tmp_path/"docs"), pairs=str(tmp_path/"pairs.jsonl"), out=str(tmp_path/"out"), base="minilm",
+                 columns=COLUMNS)
+    return Adapt(**usual | more)
+
+
+def test_a_better_model_is_exported_with_its_verdict_and_a_second_run_does_nothing(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    found = adapt(recipe(tmp_path))
+    assert found["verdict"]["better"] and found["verdict"]["delivered"] == "minilm tuned"
+    assert "Better than what you have" in (tmp_path/"out/model/README.md").read_text()
+    page = (tmp_path/"out/verdict.html").read_text()
+    assert "Better than what you have" in page and "<script" not in page and "http" not in page
+    assert quick[0] == [100, 25, 50] and list(found["curve"]) == ["0", "25", "50", "100"]
+    assert adapt(recipe(tmp_path))["fresh"] == [] and quick[0] == [100, 25, 50]
+
+
+def test_only_the_steps_behind_a_change_are_made_again(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    adapt(recipe(tmp_path))
+    fresh = adapt(recipe(tmp_path, epochs=1))["fresh"]
+    assert fresh == ["train-minilm", "curve", "choose", "exam", "export"]
+    (tmp_path/"docs/house3.txt").write_text("House number300 of the village burned down in year311 and is gone.")
+    assert adapt(recipe(tmp_path, epochs=1))["fresh"][:3] == ["read", "pairs", "split"]
+    (tmp_path/"out/steps/exam/step.json").write_text("{}")
+    assert adapt(recipe(tmp_path, epochs=1))["fresh"] == ["exam"] # a damaged step is made again
+
+
+def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp_path, quick, monkeypatch):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    assert adapt(recipe(tmp_path))["model"]
+    quick[1]["tuned"] = 0.2
+    found = adapt(recipe(tmp_path, epochs=2))
+    assert found["model"] == "" and not (tmp_path/"out/model").exists(), "nor is what an earlier run delivered left there"
+    assert found["verdict"]["sentence"].startswith("Not")
+    from anchor_nb.cli import training
+    monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
+    done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out")])
+    assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve" not in done.output
+
+
+def test_the_exam_shares_no_document_with_training(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    adapt(recipe(tmp_path))
+    place = tmp_path/"out/steps/split"
+    trained = (place/"pairs/pairs.jsonl").read_text() + (place/"pool.jsonl").read_text()
+    for name in ("exam", "dev"):
+        part = read_retrieval(place/name)
+        for judged in part.qrels.values(): assert not any(part.corpus[document] in trained for document in judged)
+        assert len(part.corpus) == 160
+
+
+# ---- bad input ----
+
+def refused(call, *words):
+    with pytest.raises((ValueError, FileNotFoundError)) as error: call()
+    what, fix = str(error.value).split("; ", 1) # two lines at the terminal
+    for word in words: assert word in str(error.value)
+    assert fix
+
+
+def test_an_empty_folder_and_binary_files(tmp_path):
+    (tmp_path/"docs").mkdir()
+    refused(lambda: outlook(recipe(tmp_path)), "holds no document that can be read")
+    (tmp_path/"docs/a.txt").write_bytes(bytes(range(256))*10)
+    (tmp_path/"docs/b.exe").write_bytes(b"MZ\0\0")
+    refused(lambda: outlook(recipe(tmp_path)), "holds no document", "1 x binary")
+    refused(lambda: outlook(recipe(tmp_path, documents=str(tmp_path/"missing"))), "neither a folder nor a file")
+    refused(lambda: outlook(recipe(tmp_path, documents=str(tmp_path/"docs/a.txt"))), "cannot be read (binary)")
+
+
+def test_one_document(tmp_path, quick):
+    village(tmp_path/"docs", 1), questions(tmp_path/"pairs.jsonl")
+    refused(lambda: adapt(recipe(tmp_path)), "has 1 different document", "at least 10")
+
+
+def test_two_megabytes_of_one_line(tmp_path):
+    (tmp_path/"long.txt").write_text("x"*2_000_000)
+    passages, _ = passages_of(read_documents(str(tmp_path))[0])
+    assert max(map(len, (passage.text for passage in passages))) <= 160*101
+
+
+def test_duplicates_count_once(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    shutil.copytree(tmp_path/"docs", tmp_path/"docs/again")
+    found = adapt(recipe(tmp_path))
+    assert found["facts"]["read"]["repeated"] == 160 and found["facts"]["read"]["passages"] == 160
+
+
+def test_pairs_that_point_to_no_document(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", name="nowhere{n}.md")
+    refused(lambda: adapt(recipe(tmp_path)), "160 of 160 pairs", "point to no document")
+
+
+def test_an_exam_too_small_says_how_many_queries_it_would_take(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", 40)
+    refused(lambda: adapt(recipe(tmp_path)), "40 queries leave an exam of 10", "takes about 97 queries, 5 points 385")
+    refused(lambda: outlook(recipe(tmp_path)), "40 queries leave an exam of 10")
+
+
+def test_other_languages_are_named_on_the_page(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    for n in range(60):
+        (tmp_path/f"docs/haus{n}.txt").write_text(f"Das Haus Nummer{n}77 am Fluss hat {n*3} Fenster und steht seit dem "
+                                                  f"Jahr{n}55 leer, weil niemand mehr darin wohnen mag, sagt der Wirt.")
+    found = adapt(recipe(tmp_path))
+    assert any("do not look English" in note for note in found["notes"])
+
+
+def test_pdf_without_its_reader_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("anchor_nb.data.documents.find_spec", lambda name: None)
+    village(tmp_path/"docs", 2)
+    (tmp_path/"docs/a.pdf").write_bytes(b"%PDF-1.4")
+    documents, skipped = read_documents(str(tmp_path/"docs"))
+    assert len(documents) == 2 and 'pip install "anchor_nb[documents]"' in skipped["a.pdf"]
+
+
+def test_office_files_go_through_markitdown(tmp_path, monkeypatch):
+    import sys
+    import types
+    reader = type("MarkItDown", (), dict(convert=lambda self, path: types.SimpleNamespace(text_content="# Mills\nOld.")))
+    monkeypatch.setitem(sys.modules, "markitdown", types.SimpleNamespace(MarkItDown=reader))
+    monkeypatch.setattr("anchor_nb.data.documents.find_spec", lambda name: True)
+    (tmp_path/"a.docx").write_bytes(b"PK")
+    assert read_documents(str(tmp_path))[0][0].title == "Mills"
+
+
+def test_a_ranking_is_a_search_model_to_mteb(tmp_path):
+    from mteb.models.models_protocols import SearchProtocol
+    assert isinstance(Ranked("a", {}), SearchProtocol)
+    assert Candidate("bm25", "bm25", library="bm25").label == "bm25"
