@@ -13,7 +13,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-import pyarrow.compute as pc
 import torch
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainingArguments
 from ..core.distributed import all_reduce, of_first_rank, world
@@ -24,7 +23,7 @@ from ..core.settings import default
 from ..data.corpora import training_instructions
 from ..data.prompts import Formatter, pooling_tokens, save_layout
 from ..data.rows import Batch, Batches, examples, load_pairs, strangers
-from ..data.tables import content_hash, find_sources
+from ..data.tables import RowTable, content_hash, find_sources
 from ..losses.distillation import check_scale
 from ..losses.infonce import Embedding
 from ..losses.contrastive import sizes_of
@@ -94,7 +93,12 @@ class Resolved:
 # %% ../../nbs/training/08_trainer.ipynb #c6f78869
 def range_of_scores(table) -> tuple: # (lowest, highest)
     "The range of a teacher's scores in a dataset."
-    sides = table.select_columns(["positive_scores", "negative_scores"]).with_format("arrow")[:]
+    names = ["positive_scores", "negative_scores"]
+    if isinstance(table, RowTable):
+        values = [value for name in names for scores in table[name] for value in scores]
+        return min(values), max(values)
+    import pyarrow.compute as pc
+    sides = table.select_columns(names).with_format("arrow")[:]
     ends = [pc.min_max(pc.list_flatten(column)).as_py() for column in sides.columns]
     lows, highs = [[end[side] for end in ends if end[side] is not None] for side in ("min", "max")]
     return min(lows), max(highs)
