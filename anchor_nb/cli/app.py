@@ -277,8 +277,8 @@ def write_basics(stage: str, names: set, formatter): # names: of the settings th
     rows = [setting_row(f) for f in basics(stage) if f.name in names] # others are options of the command's own
     with formatter.section(GROUPS["first"]): formatter.write_dl(rows)
     hidden = len(fields(RECIPES[stage])) - len(rows)
-    if hidden: formatter.write_text(f"`anchor-nb {stage} --help-all` shows the other {hidden}; each is also -p "
-                                    "name=value.")
+    shows = f"shows the other {hidden}" if hidden else "shows them by group"
+    formatter.write_text(f"`anchor-nb {stage} --help-all` {shows}; each is also -p name=value.")
 
 def show_all(ctx: typer.Context, wanted: bool):
     "Print every setting of a stage and end."

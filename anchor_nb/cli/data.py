@@ -55,7 +55,8 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exa
     from anchor_nb.data.splitting import split_lines, split_pairs
     with answering(as_json) as answer:
         facts = split_pairs(data, out, share, queries, by, seed, read_columns(columns))
-        answer(facts, *map(printable, split_lines(facts, out)), f"next: anchor-nb stage2 --data {out}/pairs --out runs/mine",
+        answer(facts, *map(printable, split_lines(facts, out)),
+               f"next: anchor-nb stage2 --data {out}/pairs --out runs/mine",
                f"then: anchor-nb evaluate runs/mine --task {out}/exam")
 
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0

@@ -116,8 +116,9 @@ def run_facts(manifest: dict, # of one run; may lack anything
               "of them trained": f"{manifest.get('trainable', 0):,}" if parameters else None}
     facts |= {name.replace("_", " "): recipe.get(name) for name in ("steps", "global_batch", "learning_rate",
                                                                     "max_length", "precision", "seed")}
+    seconds = manifest.get("wall_seconds")
     facts |= {"machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpus', '?')} CPU cores",
-              "processes": manifest.get("world_size"), "wall time": in_time(manifest["wall_seconds"]) if manifest.get("wall_seconds") else "–",
+              "processes": manifest.get("world_size"), "wall time": in_time(seconds) if seconds else "–",
               "peak memory": gigabytes(peak)}
     if gpu_peak: facts["peak GPU memory"] = gigabytes(gpu_peak)
     facts |= {"tokens/s, median": f"{np.median(rates):,.0f}" if rates else None,
