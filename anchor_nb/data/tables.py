@@ -66,7 +66,7 @@ def decoded(line: bytes, path, number: int) -> str:
 # %% ../../nbs/data/00_tables.ipynb #ac1ee0c4
 def read_json(line: bytes, path, number: int, wanted: str = "one JSON object per line"):
     "The value on one line of a JSONL file, or in a whole file from line 1; ValueError names file, line and fix."
-    text = decoded(line.removeprefix(b"\xef\xbb\xbf"), path, number)
+    text = decoded(line.removeprefix(b"\xef\xbb\xbf"), path, number).rstrip("\r\n") # or a line would be two
     try: return json.loads(text)
     except json.JSONDecodeError as error:
         number += error.lineno - 1
