@@ -97,8 +97,12 @@ def gather(stage: str,        # a stage
            pairs: list,       # texts like "steps=100"
           ) -> dict:          # name -> value, weakest source first
     "The parameters that differ from the recipe's defaults, and all where a preset is named."
-    return ((full_preset(preset, stage) if preset else {}) | (read_parameter_file(file) if file else {})
-            | read_pairs(pairs))
+    given = read_pairs(pairs)
+    if given.get("preset", "auto") != "auto":
+        if preset not in ("", given["preset"]):
+            raise ValueError(f"the preset is given twice, as {preset} and as {given['preset']}; give one of them")
+        preset = given.pop("preset")
+    return (full_preset(preset, stage) if preset else {}) | (read_parameter_file(file) if file else {}) | given
 
 # %% ../../nbs/cli/00_app.ipynb #0b7e51aa
 def option(kind: type, help: str, *names: str, **how): # names: empty for the parameter's own; how: for typer
@@ -273,7 +277,8 @@ def write_basics(stage: str, names: set, formatter): # names: of the settings th
     rows = [setting_row(f) for f in basics(stage) if f.name in names] # others are options of the command's own
     with formatter.section(GROUPS["first"]): formatter.write_dl(rows)
     hidden = len(fields(RECIPES[stage])) - len(rows)
-    formatter.write_text(f"`anchor-nb {stage} --help-all` shows the other {hidden}; each is also -p name=value.")
+    shows = f"shows the other {hidden}" if hidden else "shows them by group"
+    formatter.write_text(f"`anchor-nb {stage} --help-all` {shows}; each is also -p name=value.")
 
 def show_all(ctx: typer.Context, wanted: bool):
     "Print every setting of a stage and end."

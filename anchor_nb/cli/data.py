@@ -22,6 +22,7 @@ Columns = option(str, "columns that hold our fields, such as '{query: frage, pos
 
 def read_columns(text: str) -> dict: # our field -> the data's
     "A mapping of fields as it is typed."
+    if "=" in text and not text.lstrip().startswith("{"): text = "{" + text.replace("=", ": ") + "}"
     return coerce("columns", text, dict) if text else {}
 
 # %% ../../nbs/cli/04_data.ipynb #e81b02aa
@@ -54,8 +55,9 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exa
     from anchor_nb.data.splitting import split_lines, split_pairs
     with answering(as_json) as answer:
         facts = split_pairs(data, out, share, queries, by, seed, read_columns(columns))
-        answer(facts, *map(printable, split_lines(facts, out)), f"next: anchor-nb stage2 -p data={out}/pairs",
-               f"then: anchor-nb evaluate -p tasks='[{out}/exam]'")
+        answer(facts, *map(printable, split_lines(facts, out)),
+               f"next: anchor-nb stage2 --data {out}/pairs --out runs/mine",
+               f"then: anchor-nb evaluate runs/mine --task {out}/exam")
 
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0
 Format = option(str, "anchor_nb, gritlm or columns", "--format")

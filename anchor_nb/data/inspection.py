@@ -29,6 +29,8 @@ def read_sheet(source: str, columns: dict) -> Sheet:
             if (item := next(read, None)) is None: break
             place, raw = item
         except ValueError as error: # in the file itself: what follows cannot be read
+            if not sheet.rows:
+                raise
             sheet.faults.append(f"{error}; nothing after it was read")
             break
         for name, value in raw.items() if isinstance(raw, dict) else ():

@@ -275,18 +275,31 @@ def paper_instructions() -> dict: # dataset -> list of instructions
     return paper()["table6_training_instructions"]
 
 # %% ../../nbs/data/03_prompts.ipynb #e4035169
-def load_instructions(source: str, # paper, none, or a YAML file of name: instruction(s)
+class ForAll(dict):
+    "A table whose entry `*` holds for every dataset that has none of its own."
+    def __missing__(self, name): return self["*"]
+
+    def get(self, name, default=None): return self[name]
+
+def is_sentence(source: str) -> bool: # source: as typed
+    "Whether a source of instructions is the instruction itself, rather than a name or a file."
+    return " " in source.strip() and not source.endswith((".yaml", ".yml")) and not Path(source).exists()
+
+def load_instructions(source: str, # paper, none, a YAML file of name: instruction(s), or the instruction itself
                      ):           # -> dataset: list of instructions; None: no instructions at all
-    "The instructions of every dataset; ValueError when the source is none of the three."
+    "The instructions of every dataset; ValueError when the source is none of these."
     if source == "none": return None
     if source == "paper": return paper_instructions()
+    if is_sentence(source): return ForAll({"*": [source.strip()]})
     import yaml
     if not Path(source).is_file():
-        raise ValueError(f"instructions={source!r} is neither paper nor none nor a file")
+        raise ValueError(f"instructions={source!r} is neither paper nor none nor a file; write the instruction itself, "
+                         "such as 'Given a question, find its answer', or name a YAML file that is there")
     table = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
     if not isinstance(table, dict):
         raise ValueError(f"{source}: write one `dataset: instruction` per line")
-    return {name: [value] if isinstance(value, str) else list(value) for name, value in table.items()}
+    lists = {name: [value] if isinstance(value, str) else list(value) for name, value in table.items()}
+    return ForAll(lists) if "*" in lists else lists
 
 # %% ../../nbs/data/03_prompts.ipynb #77ecdb56
 RESPONSE = "{query}\n<response>{positive}\n\n" # the form of bge-en-icl

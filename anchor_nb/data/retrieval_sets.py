@@ -107,7 +107,8 @@ def read_qrels(path: Path,      # a table of judgements
               ) -> dict:        # query id -> {document id: grade}, judged queries only
     "The judgements of one split."
     qrels = {}
-    try: text = (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig").read()
+    content = path.read_bytes()
+    try: text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         faults.add(f"{path}: {error}; save the file as UTF-8")
         return qrels
@@ -366,7 +367,6 @@ def sts_task(name: str, rows: list[dict], instruction: str = "", about: dict = {
     "Similarity: sentence1, sentence2, score."
     return rows_task("STS", name, dict(test=rows), "cosine_spearman", instruction, about,
                      dict(min_score=lowest, max_score=highest))
-
 
 def pair_task(name: str, rows: list[dict], instruction: str = "", about: dict = {}):
     "Pairs that mean the same (1) or not (0): sentence1, sentence2, labels."

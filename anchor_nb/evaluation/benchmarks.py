@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..core.names import hub_has, near_names, near_paths
 from ..core.progress import announce
+from ..data.prompts import is_sentence
 from ..data.tables import content_hash
 from ..core.recipe import paper
 
@@ -78,9 +79,10 @@ def find_task(name: str, # name of a task, or a folder, with an optional `:SPLIT
         return as_task(subset(read_retrieval(name, columns), **cut))
     if name in names():
         raise ValueError(f"{name!r} is a benchmark and no task; ask for it as the benchmark")
-    meant = nearest(name, [*near_paths(name), *LOCAL, *known])
-    raise ValueError(f"There is no task {name!r}{meant} A task is a name of mteb, one of {', '.join(LOCAL)}, or a "
-                     "folder with corpus.jsonl")
+    close = near_names(name, [*near_paths(name), *LOCAL, *known], 0.6)
+    fix = (f"did you mean {' or '.join(close)}?" if close else "give a folder with corpus.jsonl, queries.jsonl and "
+           "qrels/test.tsv, or a task that mteb has, such as SciFact")
+    raise ValueError(f"there is no task {name!r}; {fix}")
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #c25735cc
 def leaves(task) -> list: # of tasks with data
@@ -263,9 +265,10 @@ def table13() -> dict: # name, pattern or type -> instruction
 def read_instructions(path: Path) -> dict: # YAML: task, pattern or type -> instruction
     "Instructions from a file; ValueError names file, entry and fix."
     import yaml
+    if is_sentence(str(path)): return {"*": str(path).strip()}
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} is no file; instructions are paper, mteb, none or a YAML file with lines like "
-                                "SciFact: Given a claim, ...")
+        raise FileNotFoundError(f"{path} is no file; instructions are paper, mteb, none, the instruction itself, "
+                                "or a YAML file with lines like SciFact: Given a claim, ...")
     try: table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML ({error}); quote an instruction that contains a colon or a quote") from None

@@ -98,19 +98,12 @@ def read_manifests(folder: Path) -> dict: # of a pipeline -> name of the run's f
             raise ValueError(f"{path}: not JSON ({error}); remove the folder and run the stage again") from None
     return dict(sorted(manifests.items(), key=lambda item: str((item[1].get("starts") or [""])[0])))
 
-# %% ../../nbs/experiments/05_report.ipynb #4468b367
-def duration(seconds) -> str: # 3725 -> "1 h 2 min"
-    "A duration as people write it."
-    if seconds is None: return "–"
-    if seconds < 60: return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
 # %% ../../nbs/experiments/05_report.ipynb #5b7076d0
 def run_facts(manifest: dict, # of one run; may lack anything
               speed: list,    # rows of its speed.jsonl
              ) -> dict:       # what -> text
     "What a reader wants to know of a run."
+    from anchor_nb.training.probe import in_time
     recipe, versions, code, machine = (manifest.get(name) or {} for name in ("recipe", "versions", "code", "machine"))
     recipe = recipe | dict(precision=manifest.get("precision", recipe.get("precision"))) # what auto was resolved to
     peak, gpu_peak, parameters = map(manifest.get, ("peak_memory_bytes", "peak_gpu_memory_bytes", "parameters"))
@@ -123,8 +116,9 @@ def run_facts(manifest: dict, # of one run; may lack anything
               "of them trained": f"{manifest.get('trainable', 0):,}" if parameters else None}
     facts |= {name.replace("_", " "): recipe.get(name) for name in ("steps", "global_batch", "learning_rate",
                                                                     "max_length", "precision", "seed")}
+    seconds = manifest.get("wall_seconds")
     facts |= {"machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpus', '?')} CPU cores",
-              "processes": manifest.get("world_size"), "wall time": duration(manifest.get("wall_seconds")),
+              "processes": manifest.get("world_size"), "wall time": in_time(seconds) if seconds else "–",
               "peak memory": gigabytes(peak)}
     if gpu_peak: facts["peak GPU memory"] = gigabytes(gpu_peak)
     facts |= {"tokens/s, median": f"{np.median(rates):,.0f}" if rates else None,
@@ -228,7 +222,6 @@ def not_run(manifests: dict, ledger: list) -> list: # of sentences
         sentences.append(f"Of the paper's four systems: {', '.join(lacking)} not scored.")
     return sentences
 
-
 # %% ../../nbs/experiments/05_report.ipynb #eb3289d2
 def cannot_show(manifests: dict, # label -> manifest
                 ledger: list,    # rows
@@ -284,7 +277,6 @@ def fall(name: str, rows: list, value: str = "loss") -> str: # rows: of a metric
     went = "falls" if end < start else "rises"
     return f"{name} {went} from {start:.2f} to {end:.2f} in {len(values):,} steps."
 
-
 # %% ../../nbs/experiments/05_report.ipynb #5233ff79
 def examples(ledger: list,     # rows
              folder: Path,     # where `save_evaluation` wrote
@@ -323,7 +315,6 @@ def examples_html(found: dict) -> str: # from `examples`
               for query in found["queries"]]
     return "\n".join(blocks)
 
-
 # %% ../../nbs/experiments/05_report.ipynb #b4abff73
 def next_step(folder: Path,    # what the report is of
               board: list,     # from `comparison.scoreboard`
@@ -349,7 +340,6 @@ def next_step(folder: Path,    # what the report is of
     rest = [line["model"] for line in board if line["task"] == ours["task"] and line["model"] != ours["model"]]
     if rest: return "See on which queries they differ.", command("compare", ours["model"], rest[0], "--ledger", folder)
     return "A score alone says little.", command("evaluate", ours["model"], *exam)
-
 
 # %% ../../nbs/experiments/05_report.ipynb #9eee043b
 PAGE = """<!doctype html>
@@ -387,7 +377,6 @@ details {{ margin: 2rem 0; border-top: 1px solid var(--line); padding-top: .6rem
 {body}
 </body></html>
 """
-
 
 # %% ../../nbs/experiments/05_report.ipynb #a127c721
 def report_html(notebook: Path,  # an executed notebook

@@ -78,7 +78,7 @@ def is_path(name: str) -> bool: # or a short name, or owner/name at a hub
 def check_data(stage: str, data: str):
     "ValueError if a training stage has no data."
     if data or stage not in ("stage1", "stage2"): return
-    raise ValueError(f"{stage} has no data; name your pairs, `anchor-nb {stage} -p data=pairs.jsonl`, or try all "
+    raise ValueError(f"{stage} has no data; name your pairs, `anchor-nb {stage} --data pairs.csv`, or try all "
                      "stages on toy data, `anchor-nb pipeline --preset smoke`")
 
 # %% ../../nbs/runs/02_checkpoints.ipynb #722faa65

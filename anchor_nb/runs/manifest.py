@@ -21,9 +21,10 @@ from ..core.redaction import hide, secret_values, without_secrets
 # %% ../../nbs/runs/06_manifest.ipynb #6a5f50b2
 def command_line(recipe, # a recipe
                 ) -> str: # for a shell
-    "The command that runs this recipe again."
+    "The command that runs this recipe again; a preset that has nothing left to decide is not part of it."
     stage, values = type(recipe).__name__.lower(), without_secrets(as_dict(recipe))
     changed = {f.name: values[f.name] for f in fields(recipe) if values[f.name] != default(f)}
+    if not getattr(recipe, "left_open", lambda: True)(): changed.pop("preset", None)
     text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return " ".join(["anchor-nb", stage, *[f"-p {shlex.quote(f'{name}={text(value)}')}"
                                            for name, value in changed.items()]])

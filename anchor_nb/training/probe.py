@@ -9,6 +9,7 @@ __all__ = []
 import copy, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+import numpy as np
 import torch
 from ..core.distributed import all_reduce, of_first_rank, world
 from ..losses.negatives import format_examples
@@ -262,3 +263,11 @@ def compared(kept: dict) -> str: # of a manifest; empty where a run kept none
     if not kept: return ""
     told = f"forecast {in_time(kept['seconds'])}" if kept["seconds"] else "no forecast"
     return f"trained in {in_time(kept['actual_seconds'])}, {told}"
+
+def unlearned(rows: list) -> str: # rows: of stage II's metrics.jsonl; empty where the loss has fallen
+    "A warning where the loss ended as high as that of a model that gives every text the same vector."
+    last = rows[-max(1, len(rows)//10):]
+    loss, chance = np.mean([row["loss"] for row in last]), np.mean(np.log([row["candidates"] for row in last]))
+    if loss < 0.97*chance: return ""
+    return (f"little or nothing was learned: the loss ended at {loss:.2f}, and a model that gives every text the same "
+            f"vector has {chance:.2f}\ntry another learning rate, or more steps")

@@ -85,7 +85,7 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
 @pytest.mark.parametrize("words, message", [
     (["stage1", "-p", "step=5"], "no parameter 'step'\ndid you mean steps?"),
     (["stage1", "-p", "steps=many"], "steps='many' is not a whole number\nwrite it like steps=8"),
-    (["stage2"], "stage2 has no data\nname your pairs, `anchor-nb stage2 -p data=pairs.jsonl`, or try all stages"),
+    (["stage2"], "stage2 has no data\nname your pairs, `anchor-nb stage2 --data pairs.csv`, or try all stages"),
     (["mine"], "data is empty\nname a folder of pairs"),
     (["evaluate"], "tasks and benchmark are empty\nname a benchmark"),
     (["stage1", "-p", "alpha=2"], "alpha must lie in [0, 1]"),

@@ -97,6 +97,30 @@ def test_what_can_be_known_is_checked_before_a_kernel_starts(tmp_path, monkeypat
     assert not (tmp_path/"out").exists()
 
 
+@pytest.mark.parametrize("words, message", [
+    (["stage2", "--model", "bm25"], "model=bm25 cannot be: it ranks by words and makes no vectors\nname a model"),
+    (["stage2", "lr=3"], "lr=3 is no table\nan option is written --lr 3"),
+    (["stage2", "-p", "lr", "3"], "-p learning_rate: write -p name=value"),
+    (["stage2", "--preset", "laptop", "-p", "preset=paper"], "the preset is given twice, as laptop and as paper\n"),
+    (["evaluate", "tiny", "--task", "half"], "half has 2 faults: half/corpus.jsonl is missing; half/qrels"),
+    (["check", "faq.csv", "--columns", "query=Fragen,positive=Antwort"], "columns names Fragen, which no row has\n"
+                                                                         "the fields are Frage, Antwort")])
+def test_what_a_newcomer_mistypes_is_said_before_a_kernel_starts(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stages, "execute", lambda *_: pytest.fail("a kernel was started"))
+    (tmp_path/"half").mkdir()
+    (tmp_path/"half"/"queries.jsonl").write_text('{"_id": "q", "text": "Who?"}\n')
+    (tmp_path/"faq.csv").write_text("Frage,Antwort\nWo ist es?,Hier.\n")
+    if words[:2] == ["stage2", "--model"]: words = [*words, "--data", recipe(RECIPES["stage2"], tmp_path).data]
+    found = invoke(*words)
+    assert found.exit_code == 1 and message in found.stderr, found.output
+
+
+@pytest.mark.parametrize("name", ["paper", "laptop", "smoke"])
+def test_a_preset_is_the_same_as_an_option_and_as_a_parameter(name):
+    assert settings("stage2", "--preset", name) == settings("stage2", "-p", f"preset={name}")
+
+
 def test_papermill_stops_at_a_name_that_the_recipe_lacks(tmp_path):
     words = [sys.executable, "-m", "papermill", stage_folder()/"stage2.ipynb", tmp_path/"out.ipynb", "-p", "lr", "3",
              "--no-progress-bar"]
@@ -109,9 +133,9 @@ def test_a_failing_notebook_is_two_lines_and_a_run_shows_no_parameters(tmp_path)
     data = recipe(RECIPES["stage2"], tmp_path).data
     words = [COMMAND, "stage2", "--preset", "smoke", "--model", "tiny", "--data", data, "--out", tmp_path/"out"]
     found = warm.run([*words, "--global-batch", "4096"], capture_output=True, text=True, timeout=300)
-    said = [line for line in found.stderr.splitlines() if not line.endswith(" ...")] # what is being done
-    assert len(said) == 2, found.stderr
-    what, fix = said
+    lines = [line for line in found.stderr.splitlines() if not line.endswith(" ...")] # what is being done
+    assert len(lines) == 2, found.stderr
+    what, fix = lines
     assert found.returncode == 1 and what.startswith("anchor-nb: stage2 failed: ") and "Error" not in what
     assert "the notebook with the traceback: " in fix and found.stdout == ""
     closed = subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

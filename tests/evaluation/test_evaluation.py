@@ -182,7 +182,7 @@ def test_the_same_command_tries_only_what_is_missing(half_failed):
                                                           source="made up")))
     result = evaluate(folder, *words)
     last = json.loads(result.stdout)
-    assert result.returncode == 0 and "1 scores to compute" in result.stderr and last["failed"] == []
+    assert result.returncode == 0 and "to compute: 1 of" in result.stderr and last["failed"] == []
     assert main_rows(folder) == [("tiny", "good"), ("tiny", "bad")]
     assert (last["mean"] == pytest.approx(sum(last["tasks"].values()) / 2)
             and last["by_type"] == {"Retrieval": last["mean"]})
@@ -203,7 +203,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     last = json.loads(result.stdout)
     assert result.returncode == 0, result.stderr[-2000:]
     assert 0 < len(before) < len(last["tasks"]) and main_rows(tmp_path)[:len(before)] == before
-    assert f"{len(last['tasks']) - len(before)} scores to compute" in result.stderr
+    assert f"to compute: {len(last['tasks']) - len(before)} of" in result.stderr
     assert len(main_rows(tmp_path)) == len(set(main_rows(tmp_path))) == len(last["tasks"])
     assert last["mean"] == pytest.approx(np.mean(list(last["tasks"].values())))
 
