@@ -133,8 +133,8 @@ def trained(stage: str, processes: int = 1, kill_after: int = 0, **settings) -> 
     if kill_after: kill_later(out/"metrics.jsonl", kill_after)
     launch(train, recipe, processes=processes, run_dir=recipe.out)
     speed = read_rows(out/"speed.jsonl")
-    return dict(losses=[row["loss"] for row in read_rows(out/"metrics.jsonl")], seconds=[row["seconds"] for row in speed],
-                tokens=[row["tokens"] for row in speed], weights=content_hash(str(out/"model"/"model.safetensors")))
+    return dict(losses=[row["loss"] for row in read_rows(out/"metrics.jsonl")],
+                seconds=[row["seconds"] for row in speed], tokens=[row["tokens"] for row in speed], weights=content_hash(str(out/"model"/"model.safetensors")))
 
 
 def training(corpus: str, out: str, model: str, **settings) -> dict:
@@ -202,7 +202,8 @@ def encode_speed_rows(model: str, corpora: list, mixes: list, texts: int, max_le
     from workloads import formatter_of, text_mix
     isolated("workloads:bench_model", model=model)
     formatter, shape = formatter_of(bench_model(model), max_length), find_shape(bench_model(model))
-    for row in bench_rows("encode", model, corpora=corpora, mixes=mixes, texts=texts, max_length=max_length, **settings):
+    settings |= dict(corpora=corpora, mixes=mixes, texts=texts, max_length=max_length)
+    for row in bench_rows("encode", model, **settings):
         mix = row["case"].partition(",")[0]
         lengths = [len(text.ids) for text in formatter(text_mix(mix, corpora, texts, formatter))]
         yield row | dict(flops_least=sum(forward_flops(shape, lengths, only_last=True).values()))
@@ -223,7 +224,8 @@ def plan_rows(shapes: list, tokens: int):
         for stage, rank in (("stage1", 0), ("stage2", 16), ("encode", 0)):
             precision = "pure_bf16" if stage == "encode" else "bf16"
             parts = memory(SHAPES[shape], Setup(stage, precision, rank=rank), tokens, stage != "encode")
-            yield dict(case=f"{stage}, {shape}, {tokens} tokens a micro-batch", predicted_bytes=int(sum(parts.values())))
+            yield dict(case=f"{stage}, {shape}, {tokens} tokens a micro-batch",
+                       predicted_bytes=int(sum(parts.values())))
 
 
 # ---- c: several processes ----
@@ -260,7 +262,7 @@ def experiment_rows(command: list, left: Callable):
     "One command of the package in the time that is left; the same command resumes it."
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'anchor-nb'; "
     process = subprocess.Popen([sys.executable, "-c", code + "from anchor_nb.cli.main import main; main()", *command],
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     shown = "anchor-nb " + " ".join(command)
     try: output, _ = process.communicate(timeout=max(1, left()))
     except subprocess.TimeoutExpired:
