@@ -134,7 +134,8 @@ def trained(stage: str, processes: int = 1, kill_after: int = 0, **settings) -> 
     launch(train, recipe, processes=processes, run_dir=recipe.out)
     speed = read_rows(out/"speed.jsonl")
     return dict(losses=[row["loss"] for row in read_rows(out/"metrics.jsonl")],
-                seconds=[row["seconds"] for row in speed], tokens=[row["tokens"] for row in speed], weights=content_hash(str(out/"model"/"model.safetensors")))
+                seconds=[row["seconds"] for row in speed], tokens=[row["tokens"] for row in speed],
+                weights=content_hash(str(out/"model"/"model.safetensors")))
 
 
 def training(corpus: str, out: str, model: str, **settings) -> dict:
