@@ -48,20 +48,20 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
 
     pieces: tokens of a piece of GradCache (stage II) or of an accumulated step (stage I), which every kernel runs too.
     """
-    from anchor_nb.training.parity import TOLERANCES, compare, naive, packed, ways_here
+    from anchor_nb.training.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of, ways_here
     from workloads import bench_model, corpus_rows
     how = dict(model=bench_model(model), data="unused", out="unused", max_length=max_length, global_batch=pairs)
     recipe = Stage1(**how) if stage == "stage1" else Stage2(**how, negatives=1, lora_rank=0, mask_false_negatives=False)
     examples = [Example(row["query"], row["positive"], row["negatives"][:1], "", "")
                 for row in corpus_rows(corpus, pairs, negatives=1)]
-    reference, rows = naive(recipe, examples), []
+    reference, rows = naive_gradient(recipe, examples), []
     for attention, precision in ways_here():
         for budget in (0, pieces):
             row = dict(case=f"{stage}, {attention}, {precision}" + (", in pieces" if budget else ""),
                        tolerances=TOLERANCES[precision])
             try:
-                found = compare(packed(replace(recipe, attention=attention, precision=precision, micro_tokens=budget),
-                                       examples), reference)
+                tried = replace(recipe, attention=attention, precision=precision, micro_tokens=budget)
+                found = parity_of(packed_gradient(tried, examples), reference)
                 rows.append(row | found._asdict() | dict(holds=found.holds(precision)))
             except Exception as error: rows.append(row | dict(holds=False, why=f"{type(error).__name__}: {error}"))
             gc.collect()  # a wrapped forward is a circle, and would keep the model
