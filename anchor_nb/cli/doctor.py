@@ -262,12 +262,12 @@ def check_parity(stage: str, attention: str, precision: str) -> Check: # stage: 
     from dataclasses import replace
     from anchor_nb.core.recipe import RECIPES
     from anchor_nb.models.attention import on_gpu
-    from anchor_nb.training.parity import TOLERANCES, compare, naive, packed
+    from anchor_nb.training.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of
     own = dict(negatives=1, lora_rank=0, mask_false_negatives=False) if stage == "stage2" else {}
     recipe = RECIPES[stage](model="tiny", data="unused", out="unused", max_length=48, global_batch=6, **own)
     examples = toy_examples(6)
-    found = compare(packed(replace(recipe, attention=attention, precision=precision), examples),
-                    naive(recipe, examples))
+    found = parity_of(packed_gradient(replace(recipe, attention=attention, precision=precision), examples),
+                      naive_gradient(recipe, examples))
     loss, gradient = TOLERANCES[precision]
     state = (f"{attention}, {precision}: loss off by {found.loss_error:.0e} (at most {loss:.0e}), gradient by "
              f"{found.gradient_error:.0e} (at most {gradient:.0e}), on the {'GPU' if on_gpu() else 'CPU'}")

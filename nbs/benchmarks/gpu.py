@@ -48,20 +48,20 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
 
     pieces: tokens of a piece of GradCache (stage II) or of an accumulated step (stage I), which every kernel runs too.
     """
-    from anchor_nb.training.parity import TOLERANCES, compare, naive, packed, ways_here
+    from anchor_nb.training.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of, ways_here
     from workloads import bench_model, corpus_rows
     how = dict(model=bench_model(model), data="unused", out="unused", max_length=max_length, global_batch=pairs)
     recipe = Stage1(**how) if stage == "stage1" else Stage2(**how, negatives=1, lora_rank=0, mask_false_negatives=False)
     examples = [Example(row["query"], row["positive"], row["negatives"][:1], "", "")
                 for row in corpus_rows(corpus, pairs, negatives=1)]
-    reference, rows = naive(recipe, examples), []
+    reference, rows = naive_gradient(recipe, examples), []
     for attention, precision in ways_here():
         for budget in (0, pieces):
             row = dict(case=f"{stage}, {attention}, {precision}" + (", in pieces" if budget else ""),
                        tolerances=TOLERANCES[precision])
             try:
-                found = compare(packed(replace(recipe, attention=attention, precision=precision, micro_tokens=budget),
-                                       examples), reference)
+                tried = replace(recipe, attention=attention, precision=precision, micro_tokens=budget)
+                found = parity_of(packed_gradient(tried, examples), reference)
                 rows.append(row | found._asdict() | dict(holds=found.holds(precision)))
             except Exception as error: rows.append(row | dict(holds=False, why=f"{type(error).__name__}: {error}"))
             gc.collect()  # a wrapped forward is a circle, and would keep the model
@@ -133,8 +133,9 @@ def trained(stage: str, processes: int = 1, kill_after: int = 0, **settings) -> 
     if kill_after: kill_later(out/"metrics.jsonl", kill_after)
     launch(train, recipe, processes=processes, run_dir=recipe.out)
     speed = read_rows(out/"speed.jsonl")
-    return dict(losses=[row["loss"] for row in read_rows(out/"metrics.jsonl")], seconds=[row["seconds"] for row in speed],
-                tokens=[row["tokens"] for row in speed], weights=content_hash(str(out/"model"/"model.safetensors")))
+    return dict(losses=[row["loss"] for row in read_rows(out/"metrics.jsonl")],
+                seconds=[row["seconds"] for row in speed], tokens=[row["tokens"] for row in speed],
+                weights=content_hash(str(out/"model"/"model.safetensors")))
 
 
 def training(corpus: str, out: str, model: str, **settings) -> dict:
@@ -202,7 +203,8 @@ def encode_speed_rows(model: str, corpora: list, mixes: list, texts: int, max_le
     from workloads import formatter_of, text_mix
     isolated("workloads:bench_model", model=model)
     formatter, shape = formatter_of(bench_model(model), max_length), find_shape(bench_model(model))
-    for row in bench_rows("encode", model, corpora=corpora, mixes=mixes, texts=texts, max_length=max_length, **settings):
+    settings |= dict(corpora=corpora, mixes=mixes, texts=texts, max_length=max_length)
+    for row in bench_rows("encode", model, **settings):
         mix = row["case"].partition(",")[0]
         lengths = [len(text.ids) for text in formatter(text_mix(mix, corpora, texts, formatter))]
         yield row | dict(flops_least=sum(forward_flops(shape, lengths, only_last=True).values()))
@@ -223,7 +225,8 @@ def plan_rows(shapes: list, tokens: int):
         for stage, rank in (("stage1", 0), ("stage2", 16), ("encode", 0)):
             precision = "pure_bf16" if stage == "encode" else "bf16"
             parts = memory(SHAPES[shape], Setup(stage, precision, rank=rank), tokens, stage != "encode")
-            yield dict(case=f"{stage}, {shape}, {tokens} tokens a micro-batch", predicted_bytes=int(sum(parts.values())))
+            yield dict(case=f"{stage}, {shape}, {tokens} tokens a micro-batch",
+                       predicted_bytes=int(sum(parts.values())))
 
 
 # ---- c: several processes ----
@@ -260,7 +263,7 @@ def experiment_rows(command: list, left: Callable):
     "One command of the package in the time that is left; the same command resumes it."
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'anchor-nb'; "
     process = subprocess.Popen([sys.executable, "-c", code + "from anchor_nb.cli.main import main; main()", *command],
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     shown = "anchor-nb " + " ".join(command)
     try: output, _ = process.communicate(timeout=max(1, left()))
     except subprocess.TimeoutExpired:

@@ -120,7 +120,7 @@ class Pieces(io.RawIOBase):
 def write_pieces(folder: Path, name: str, files: list) -> list:  # files: of (path, name); -> of dict(file, sha256)
     "Files as a compressed archive in pieces; the same files give the same bytes."
     pieces = Pieces(folder, name)
-    with gzip.GzipFile(fileobj=pieces, mode="wb", compresslevel=6, mtime=0) as packed:
+    with gzip.GzipFile(fileobj=pieces, mode="wb", compresslevel=3, mtime=0) as packed:
         with tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
             for path, place in files:
                 entry = archive.gettarinfo(path, place)
@@ -207,8 +207,9 @@ set -eu
 kit=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 work=${WORK:-$kit/work}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "start.sh: Python 3.11 or later is needed; say PYTHON=/path/to/python" >&2; exit 1; }
-"$python" -c 'import torch, transformers' || { echo "start.sh: $python lacks torch or transformers; say PYTHON=/path/to/one that has them" >&2; exit 1; }
+lacks() { echo "start.sh: $python $1" >&2; echo "say PYTHON=/path/to/one that has it" >&2; exit 1; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || lacks "is not Python 3.11 or later"
+"$python" -c 'import torch, transformers' || lacks "lacks torch or transformers"
 mkdir -p "$work"
 "$python" "$kit/unpack.py" "$kit" "$work"
 export PYTHONPATH="$work/source:$work/site${PYTHONPATH:+:$PYTHONPATH}" ANCHOR_NB_CACHE="$work/cache" HF_HUB_OFFLINE=1

@@ -67,7 +67,7 @@ def test_a_part_that_fails_or_takes_too_long_or_lacks_a_package_does_not_stop_th
 def test_a_process_is_stopped_at_its_deadline():
     began = time.monotonic()
     with within(1.0), pytest.raises(OutOfTime): isolated("test_gpu:sleeper")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 280, "the process was waited for"
 
 
 def sleeper(): time.sleep(300)
@@ -108,11 +108,11 @@ def test_goals_and_parts_name_each_other():
 # ---- the kit ----
 
 def test_a_kit_joins_by_hash_and_says_which_piece_is_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_kit, "PIECE", 4096)
+    monkeypatch.setattr(gpu_kit, "PIECE", 1024)
     monkeypatch.setattr(gpu_kit, "tracked", lambda: [(Path(__file__), "tests/this.py")])
     about = gpu_kit.make_kit(tmp_path/"kit", [], cache=False)
     assert len(about["pieces"]["source"]) > 1
-    assert all((tmp_path/"kit"/piece["file"]).stat().st_size <= 4096 for piece in about["pieces"]["source"])
+    assert all((tmp_path/"kit"/piece["file"]).stat().st_size <= 1024 for piece in about["pieces"]["source"])
     unpack = [sys.executable, "-I", str(tmp_path/"kit"/"unpack.py"), str(tmp_path/"kit"), str(tmp_path/"work")]
     subprocess.run(unpack, check=True)
     assert (tmp_path/"work/source/tests/this.py").read_bytes() == Path(__file__).read_bytes()
