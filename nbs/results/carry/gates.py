@@ -16,8 +16,8 @@ import torch
 
 ROOT, KEPT = Path("runs/carry"), Path("nbs/results/carry")
 COMMON = dict(model="smollm2-135m", template="plain", instructions="none", learning_rate=2e-4, schedule="constant",
-              warmup_steps=10, global_batch=16, max_length=64, seed=1, save_steps=0, carry_pairs=64, carry_steps=40, precision="fp32",
-              micro_tokens=2048)
+              warmup_steps=10, global_batch=16, max_length=64, seed=1, save_steps=0, carry_pairs=64, carry_steps=40,
+              precision="fp32", micro_tokens=2048)
 MIX, SMALL = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3)), dict(anchor_scale=0.07)
 SINK, DROP = dict(anchor_sink=True), dict(word_dropout=0.4, fade_steps=80)
 ARMS = dict(  # name -> settings; `start`: the arm that it starts from
@@ -65,8 +65,8 @@ def data():
     words = [json.loads(line) for line in open(build_corpus("wordnet")/"pairs/wordnet.jsonl", encoding="utf-8")]
     words = [dict(query=row["query"], positive=row["positive"]) for row in words]
     words.sort(key=lambda row: hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest())
-    for name, rows, test in (("village", [p for p, o in zip(people, out) if not o], [p for p, o in zip(people, out) if o]),
-                             ("wordnet", words[500:], words[:500])):
+    village = [[one for one, kept in zip(people, out) if kept == side] for side in (False, True)]
+    for name, rows, test in (("village", *village), ("wordnet", words[500:], words[:500])):
         write(ROOT/name/"pairs"/f"{name}.jsonl", rows), write(ROOT/name/"kept_out.jsonl", test)
         print(name, len(rows), "pairs,", len(test), "kept out")
 
@@ -139,7 +139,8 @@ def measure(folder, rows):
     nearest = ((queries @ documents.T).argmax(1) == torch.arange(len(queries))).float().mean().item()
     return dict(pairs=len(rows), **{way: {name: round(value, 4) for name, value in at._asdict().items()}
                                     for way, at in found.items()},
-                cosine_q=round(cosine(queries), 4), cosine_d=round(cosine(documents), 4), nearest_of_64=round(nearest, 3))
+                cosine_q=round(cosine(queries), 4), cosine_d=round(cosine(documents), 4),
+                nearest_of_64=round(nearest, 3))
 
 
 def arm(name, which, steps=0, more="{}"):
