@@ -2,7 +2,8 @@
 
     python nbs/results/carry/gates.py data              # the village and the definitions, 500 pairs of them kept out
     python nbs/results/carry/gates.py cram              # gate 0: four texts, each in one free vector
-    python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS
+    python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS, `start` names what comes first
+    python nbs/results/carry/gates.py say wordnet kept_sink # what it writes from anchors of pairs kept out
 """
 import hashlib
 import json
@@ -152,7 +153,7 @@ def arm(name, which, steps=0, more="{}"):
     if "anchor" not in settings.get("objectives", {"anchor": 1}): settings.pop("carry_steps")
     if start: settings["model"] = str(ROOT/name/start)
     out, began = ROOT/name/(which if not json.loads(more) else f"{which}-{abs(hash(more))%1000}"), time.process_time()
-    train(Stage1(data=str(ROOT/name/"pairs"), out=str(out), **settings))
+    facts = train(Stage1(data=str(ROOT/name/"pairs"), out=str(out), **settings))
     minutes = (time.process_time() - began)/60
     metrics = [json.loads(line) for line in open(out/"metrics.jsonl", encoding="utf-8")]
     about = dict(data=name, arm=which, more=json.loads(more))
@@ -161,8 +162,18 @@ def arm(name, which, steps=0, more="{}"):
     rows = [json.loads(line) for line in open(ROOT/name/"kept_out.jsonl", encoding="utf-8")]
     keep("arms.jsonl", about | dict(start=start, settings=settings, loss=metrics[-1]["loss"], steps=len(metrics),
                                     tokens=sum(row["tokens"] for row in metrics), cpu_minutes=round(minutes, 2),
+                                    measuring_seconds=facts.get("carried_seconds"),
                                     grad_norm_first=metrics[0]["grad_norm"], grad_norm=metrics[-1]["grad_norm"],
                                     **measure(str(out), rows[:500])))
 
 
-if __name__ == "__main__": {"data": data, "cram": cram, "arm": arm}[sys.argv[1]](*sys.argv[2:])
+def say(name, which, count=12):
+    "What a trained model writes, greedily, from the anchors of the first pairs kept out."
+    from anchor_nb.inference.decoding import decode_from_anchor
+    for row in [json.loads(line) for line in open(ROOT/name/"kept_out.jsonl", encoding="utf-8")][:int(count)]:
+        written = {way: decode_from_anchor(str(ROOT/name/which), row[side], direction=way, max_new_tokens=32).text
+                   for way, side in (("q2d", "query"), ("d2q", "positive"))}
+        keep("said.jsonl", dict(data=name, arm=which, **row, **written))
+
+
+if __name__ == "__main__": {"data": data, "cram": cram, "arm": arm, "say": say}[sys.argv[1]](*sys.argv[2:])
