@@ -1,8 +1,9 @@
 """The question again, on models where anchors carry: one command for each rung of the ladder, resumed where it stopped.
 
     python nbs/paper/again.py run dry --seeds 2     # seconds: every step of it, on a random model
+    python nbs/paper/again.py tune village          # rate and temperature of stage II, each arm alike
     python nbs/paper/again.py run village           # 0.1 M weights
-    python nbs/paper/again.py run small             # 6 M, trained here first; its pairs are WordNet's
+    python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
@@ -64,15 +65,19 @@ def rows_of(path):
 # ---- data ----
 
 
-def prepared(name):
-    "(folder of training pairs, pairs kept out, [(query, its document's row)], documents); made where it is not there."
+def prepared(name, dev=False):
+    """(folder of training pairs, pairs kept out, [(query, its document's row)], documents); made where it is not there.
+
+    `dev`: queries and documents to tune on, which no test uses: pairs kept out of training, of the village a third.
+    """
     from anchor_nb.data.corpora import build_corpus
     import gates
     folder = gates.ROOT/name
     if not (folder/"kept_out.jsonl").is_file(): gates.data()
     out = rows_of(folder/"kept_out.jsonl")
-    if name == "village": return folder/"pairs", out, [(row["query"], k) for k, row in enumerate(out)], [
-        row["positive"] for row in out]
+    asked = {("village", True): out[:50], ("village", False): out[50:], ("wordnet", True): out}.get((name, dev))
+    if asked: return folder/"pairs", out, [(row["query"], k) for k, row in enumerate(asked)], [
+        row["positive"] for row in asked]
     exam = build_corpus("wordnet")/"eval"
     documents = {row["_id"]: row["text"] for row in rows_of(exam/"corpus.jsonl")}
     places, judged = {key: place for place, key in enumerate(documents)}, {}
@@ -96,24 +101,36 @@ def ndcg(model, asked, documents):
     return 100*np.where(ranks < 10, 1/np.log2(ranks + 2), 0)
 
 
+def first_stage(rung, arm, seed, pairs):
+    "(the model that stage II starts from, what stage I's run says of itself); a stage that is finished stays."
+    from anchor_nb import Stage1, train
+    plan, place = RUNGS[rung], ROOT/rung/f"{arm}-{seed}"
+    if ARMS[arm] is None: return plan["model"], {}
+    model, how = plan["model"], dict(data=str(pairs), seed=seed)
+    if plan.get("warm"):
+        bags = dict(objectives=dict(ebae=1.0, ebar=1.0), steps=plan["warm"], carry_pairs=0)
+        first = {name: value for name, value in plan["stage1"].items() if name not in KEPT_APART} | bags
+        train(Stage1(model=model, out=str(place/"bags"), **how, **COMMON | first | ARMS[arm]))
+        model = str(place/"bags")
+    facts = train(Stage1(model=model, out=str(place/"stage1"), **how, **COMMON | plan["stage1"] | ARMS[arm]))
+    return str(place/"stage1"), facts
+
+
 def run_one(rung, arm, seed, data, kept=KEPT):
     "Stage I if the arm has one, stage II, and the rows of both."
-    from anchor_nb import AnchorEmbedder, Stage1, Stage2, train
+    from anchor_nb import AnchorEmbedder, Stage2, train
     import gates
     plan, (pairs, out, asked, documents) = RUNGS[rung], data
-    place, model, about = ROOT/rung/f"{arm}-{seed}", plan["model"], dict(rung=rung, arm=arm, seed=seed)
-    if ARMS[arm] is not None:
-        if plan.get("warm"):
-            bags = dict(objectives=dict(ebae=1.0, ebar=1.0), steps=plan["warm"], carry_pairs=0)
-            first = {name: value for name, value in plan["stage1"].items() if name not in KEPT_APART} | bags
-            train(Stage1(model=model, data=str(pairs), out=str(place/"bags"), seed=seed, **COMMON | first | ARMS[arm]))
-            model = str(place/"bags")
-        train(Stage1(model=model, data=str(pairs), out=str(place/"stage1"), seed=seed,
-                     **COMMON | plan["stage1"] | ARMS[arm]))
-        model = str(place/"stage1")
-        loss = rows_of(place/"stage1/metrics.jsonl")[-1]["loss"]
-        keep("again-carried.jsonl", about | dict(loss=loss, **gates.measure(model, out)), kept)
-    train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed, **COMMON | plan["stage2"]))
+    place, about = ROOT/rung/f"{arm}-{seed}", dict(rung=rung, arm=arm, seed=seed)
+    model, facts = first_stage(rung, arm, seed, pairs)
+    if facts:
+        seconds = sum(row["seconds"] for row in rows_of(place/"stage1/speed.jsonl"))
+        for row in rows_of(place/"stage1/carried.jsonl"): keep("again-curves.jsonl", about | row, kept)
+        keep("again-carried.jsonl", about | dict(
+            loss=facts["last"]["loss"], steps=facts["steps"], weights=facts["parameters"], seconds=round(seconds, 1),
+            of_them_measuring=round(facts.get("carried_seconds", 0), 1), **gates.measure(model, out)), kept)
+    second = COMMON | plan["stage2"] | tuned(rung, arm, kept)
+    train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed, **second))
     last = plan["stage2"]["steps"]
     for step in range(plan["stage2"]["snapshot_steps"], last + 1, plan["stage2"]["snapshot_steps"]):
         source = place/"stage2" if step == last else place/f"stage2/snapshots/step-{step}"
@@ -123,13 +140,40 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     shutil.rmtree(place/"bags", ignore_errors=True)
 
 
-def run(rung, seeds=len(SEEDS), arms="ASW", kept=KEPT):
+GRID = dict(learning_rate=(3e-4, 1e-3, 3e-3), temperature=(0.02, 0.05))
+
+
+def tuned(rung, arm, kept=KEPT):
+    "The settings of stage II that `tune` found best for an arm; none before."
+    rows = [row for row in rows_of(kept/"again-tuning.jsonl") if (row["rung"], row["arm"]) == (rung, arm)]
+    best = max(rows, key=lambda row: row["ndcg_at_10"], default={})
+    return {name: best[name] for name in GRID if name in best}
+
+
+def tune(rung, arms="ASW", kept=KEPT):
+    "Stage II at every rate and temperature, each arm alike, seed 0, scored on pairs that no test uses."
+    from anchor_nb import AnchorEmbedder, Stage2, train
+    pairs, out, *_ = data = prepared(RUNGS[rung]["data"], dev=True)
+    if rung == "small" and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(pairs)
+    done = {tuple(row[name] for name in ("arm", *GRID)) for row in rows_of(kept/"again-tuning.jsonl")
+            if row["rung"] == rung}
+    for arm, *values in product(arms, *GRID.values()):
+        if (arm, *values) in done: continue
+        model, settings = first_stage(rung, arm, 0, pairs)[0], dict(zip(GRID, values))
+        place = ROOT/rung/f"{arm}-0"/"-".join(f"{value:g}" for value in values)
+        train(Stage2(model=model, data=str(pairs), out=str(place), seed=0,
+                     **COMMON | RUNGS[rung]["stage2"] | dict(snapshot_steps=0) | settings))
+        score = ndcg(AnchorEmbedder.from_pretrained(str(place)), *data[2:]).mean()
+        keep("again-tuning.jsonl", dict(rung=rung, arm=arm, **settings, ndcg_at_10=round(float(score), 3)), kept)
+
+
+def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT):
     "Every arm with every seed, seed by seed, so that what is there is balanced whenever it stops."
     data, last = prepared(RUNGS[rung]["data"]), RUNGS[rung]["stage2"]["steps"]
     if rung == "small" and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(*data[:1])
     done = {(row["arm"], row["seed"]) for row in rows_of(kept/"again.jsonl")
             if row["rung"] == rung and row["step"] == last}
-    for seed, arm in product(SEEDS[:seeds], arms):
+    for seed, arm in product(seeds, arms):
         if (arm, seed) not in done: run_one(rung, arm, seed, data, kept)
 
 
@@ -240,9 +284,13 @@ def carries(row):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["run"])
+    parser.add_argument("what", choices=["run", "tune"])
     parser.add_argument("rung", choices=RUNGS)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; the plan has seven")
     parser.add_argument("--arms", default="ASW")
+    parser.add_argument("--trial", action="store_true", help="seeds that the plan does not use, rows kept apart")
     given = parser.parse_args()
-    run(given.rung, given.seeds, given.arms, KEPT if given.rung != "dry" else ROOT/"dry-rows")
+    place = ROOT/"dry-rows" if given.rung == "dry" else KEPT/"trial" if given.trial else KEPT
+    seeds = [seed + 10*given.trial for seed in SEEDS[:given.seeds]]
+    if given.what == "tune": tune(given.rung, given.arms, place)
+    else: run(given.rung, seeds, given.arms, place)

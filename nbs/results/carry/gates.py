@@ -2,7 +2,8 @@
 
     python nbs/results/carry/gates.py data              # the village and the definitions, 500 pairs of them kept out
     python nbs/results/carry/gates.py cram              # gate 0: four texts, each in one free vector
-    python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS
+    python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS, `start` names what comes first
+    python nbs/results/carry/gates.py say wordnet kept_sink # what it writes from anchors of pairs kept out
 """
 import hashlib
 import json
@@ -16,8 +17,8 @@ import torch
 
 ROOT, KEPT = Path("runs/carry"), Path("nbs/results/carry")
 COMMON = dict(model="smollm2-135m", template="plain", instructions="none", learning_rate=2e-4, schedule="constant",
-              warmup_steps=10, global_batch=16, max_length=64, seed=1, save_steps=0, carry_pairs=64, carry_steps=40, precision="fp32",
-              micro_tokens=2048)
+              warmup_steps=10, global_batch=16, max_length=64, seed=1, save_steps=0, carry_pairs=64, carry_steps=40,
+              precision="fp32", micro_tokens=2048)
 MIX, SMALL = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3)), dict(anchor_scale=0.07)
 SINK, DROP = dict(anchor_sink=True), dict(word_dropout=0.4, fade_steps=80)
 ARMS = dict(  # name -> settings; `start`: the arm that it starts from
@@ -65,8 +66,8 @@ def data():
     words = [json.loads(line) for line in open(build_corpus("wordnet")/"pairs/wordnet.jsonl", encoding="utf-8")]
     words = [dict(query=row["query"], positive=row["positive"]) for row in words]
     words.sort(key=lambda row: hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest())
-    for name, rows, test in (("village", [p for p, o in zip(people, out) if not o], [p for p, o in zip(people, out) if o]),
-                             ("wordnet", words[500:], words[:500])):
+    village = [[one for one, kept in zip(people, out) if kept == side] for side in (False, True)]
+    for name, rows, test in (("village", *village), ("wordnet", words[500:], words[:500])):
         write(ROOT/name/"pairs"/f"{name}.jsonl", rows), write(ROOT/name/"kept_out.jsonl", test)
         print(name, len(rows), "pairs,", len(test), "kept out")
 
@@ -139,7 +140,8 @@ def measure(folder, rows):
     nearest = ((queries @ documents.T).argmax(1) == torch.arange(len(queries))).float().mean().item()
     return dict(pairs=len(rows), **{way: {name: round(value, 4) for name, value in at._asdict().items()}
                                     for way, at in found.items()},
-                cosine_q=round(cosine(queries), 4), cosine_d=round(cosine(documents), 4), nearest_of_64=round(nearest, 3))
+                cosine_q=round(cosine(queries), 4), cosine_d=round(cosine(documents), 4),
+                nearest_of_64=round(nearest, 3))
 
 
 def arm(name, which, steps=0, more="{}"):
@@ -151,7 +153,7 @@ def arm(name, which, steps=0, more="{}"):
     if "anchor" not in settings.get("objectives", {"anchor": 1}): settings.pop("carry_steps")
     if start: settings["model"] = str(ROOT/name/start)
     out, began = ROOT/name/(which if not json.loads(more) else f"{which}-{abs(hash(more))%1000}"), time.process_time()
-    train(Stage1(data=str(ROOT/name/"pairs"), out=str(out), **settings))
+    facts = train(Stage1(data=str(ROOT/name/"pairs"), out=str(out), **settings))
     minutes = (time.process_time() - began)/60
     metrics = [json.loads(line) for line in open(out/"metrics.jsonl", encoding="utf-8")]
     about = dict(data=name, arm=which, more=json.loads(more))
@@ -160,8 +162,18 @@ def arm(name, which, steps=0, more="{}"):
     rows = [json.loads(line) for line in open(ROOT/name/"kept_out.jsonl", encoding="utf-8")]
     keep("arms.jsonl", about | dict(start=start, settings=settings, loss=metrics[-1]["loss"], steps=len(metrics),
                                     tokens=sum(row["tokens"] for row in metrics), cpu_minutes=round(minutes, 2),
+                                    measuring_seconds=facts.get("carried_seconds"),
                                     grad_norm_first=metrics[0]["grad_norm"], grad_norm=metrics[-1]["grad_norm"],
                                     **measure(str(out), rows[:500])))
 
 
-if __name__ == "__main__": {"data": data, "cram": cram, "arm": arm}[sys.argv[1]](*sys.argv[2:])
+def say(name, which, count=12):
+    "What a trained model writes, greedily, from the anchors of the first pairs kept out."
+    from anchor_nb.inference.decoding import decode_from_anchor
+    for row in [json.loads(line) for line in open(ROOT/name/"kept_out.jsonl", encoding="utf-8")][:int(count)]:
+        written = {way: decode_from_anchor(str(ROOT/name/which), row[side], direction=way, max_new_tokens=32).text
+                   for way, side in (("q2d", "query"), ("d2q", "positive"))}
+        keep("said.jsonl", dict(data=name, arm=which, **row, **written))
+
+
+if __name__ == "__main__": {"data": data, "cram": cram, "arm": arm, "say": say}[sys.argv[1]](*sys.argv[2:])

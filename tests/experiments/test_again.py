@@ -1,0 +1,85 @@
+"""The analysis of nbs/paper/again.py beside naive references, and its runs end to end on a random model."""
+import sys
+from itertools import combinations, product
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+import warm
+from hypothesis import given, settings, strategies as st
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT/"nbs"/"paper"))
+import again
+
+differences = st.lists(st.floats(-5, 5, width=16), min_size=2, max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(differences)
+def test_the_test_counts_all_ways_in_which_signs_could_have_fallen(values):
+    means = [fmean(sign*value for sign, value in zip(signs, values))
+             for signs in product((1, -1), repeat=len(values))]
+    own, some = fmean(values), 1e-12*max(map(abs, values), default=0)
+    beyond = min(sum(mean >= own - some for mean in means), sum(mean <= own + some for mean in means))
+    assert again.sign_flip(values) == pytest.approx(min(1, 2*beyond/len(means)))
+
+
+@given(st.dictionaries(st.sampled_from("abcde"), st.floats(0.001, 1), min_size=1))
+def test_holm_is_the_closed_test_of_bonferroni(p):
+    "A claim holds where every set of claims that it belongs to is refused by Bonferroni's test of the set."
+    sets = [group for size in range(1, len(p) + 1) for group in combinations(p, size)]
+    for name, value in again.holm(p).items():
+        assert value == pytest.approx(max(min(1, len(group)*min(p[one] for one in group))
+                                          for group in sets if name in group))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-3, 3, width=16), min_size=3, max_size=8).filter(lambda values: stdev(values) > 0.01))
+def test_equivalence_is_the_90_percent_interval_inside_the_margin(values):
+    half = stats.t.ppf(0.95, len(values) - 1)*stdev(values)/len(values)**0.5
+    inside = -2 < fmean(values) - half and fmean(values) + half < 2
+    assert (again.equivalent(values) < 0.05) == inside
+
+
+@pytest.mark.parametrize("seeds, level", [(6, 0.05), (7, 0.025)])
+def test_power_is_what_repeating_the_experiment_finds(seeds, level):
+    draw = np.random.default_rng(3).normal(1.8, 1, (300, seeds))
+    assert again.power(1.8, seeds, level) == pytest.approx(np.mean([again.sign_flip(row) <= level for row in draw]),
+                                                           abs=0.07)
+
+
+def test_six_seeds_could_never_pass_and_seven_can():
+    rows = lambda seeds: [dict(rung="r", arm=arm, seed=seed, step=9, ndcg_at_10=50 + 3*(arm == "A") + seed/100)
+                          for arm in "ASW" for seed in range(seeds)]
+    assert {one.verdict for one in again.contrasts(rows(6), "r")} == {"undecided"}
+    assert {one.verdict for one in again.contrasts(rows(7), "r")} == {"greater"}
+    fewer = [row for row in rows(7) if (row["arm"], row["seed"]) != ("S", 3)]
+    with pytest.raises(ValueError, match="run it to its end"): again.contrasts(fewer, "r")
+
+
+def test_ndcg_of_one_document_a_query():
+    class Model:
+        encode_query = staticmethod(lambda texts: np.eye(12)[[int(text) for text in texts]])
+        encode_document = staticmethod(lambda texts: np.array([[float(text.split()[0] == str(k))*(1 + n)
+                                                                for k in range(12)] for n, text in enumerate(texts)]))
+    documents = ["0", "1 first", "1 second", "1 third"]
+    found = again.ndcg(Model, [("0", 0), ("1", 3), ("1", 1)], documents)
+    assert found == pytest.approx([100, 100, 100/np.log2(4)])
+
+
+def test_the_plan_runs_from_one_command_and_a_second_time_does_nothing(tmp_path):
+    (tmp_path/"nbs").symlink_to(ROOT/"nbs")
+    command = [sys.executable, "nbs/paper/again.py", "run", "dry", "--seeds", "1"]
+    first = warm.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    kept = tmp_path/"runs/again/dry-rows"
+    rows = again.rows_of(kept/"again.jsonl")
+    assert [(row["arm"], row["step"]) for row in rows] == [(arm, step) for arm in "ASW" for step in (2, 4)]
+    assert {row["queries"] for row in rows} == {101} == {row["documents"] for row in rows}
+    carried = again.rows_of(kept/"again-carried.jsonl")
+    assert len(carried) == 2 and not any(map(again.carries, carried))
+    assert warm.run(command, cwd=tmp_path, capture_output=True).returncode == 0
+    assert again.rows_of(kept/"again.jsonl") == rows
