@@ -32,7 +32,9 @@ from ..runs.identity import engine_of, files_content, model_content
 from ..runs.ledger import read_json, write_json
 from ..training.encoders import SEARCHED, tune_encoder
 
-# %% ../../nbs/release/07_adapt.ipynb #688ebac4
+# %% ../../nbs/release/07_adapt.ipynb #9c5dd7ec
+MADE = 1 # raised when a step comes to make something else of the same inputs
+
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
     def __init__(self, out: str): self.out, self.keys, self.seconds, self.fresh = Path(out), {}, {}, []
@@ -41,7 +43,7 @@ class Steps:
 
     def run(self, name: str, make, after: tuple = (), **settings) -> dict: # make: of an empty folder -> plain facts
         "The facts of a step, made now unless an earlier run has made the same."
-        decides = [name, __version__, engine_of("adapt"), [self.keys[step] for step in after], settings]
+        decides = [name, MADE, __version__, engine_of("adapt"), [self.keys[step] for step in after], settings]
         key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
         self.keys[name], folder = key, self.folder(name)
         if (folder/"step.json").is_file() and not damage(folder):
