@@ -2606,6 +2606,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.pairs_step': ( 'release/adapt.html#pairs_step',
                                                                                  'anchor_nb/release/adapt.py'),
+                                         'anchor_nb.release.adapt.parameters_of': ( 'release/adapt.html#parameters_of',
+                                                                                    'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.part_sizes': ( 'release/adapt.html#part_sizes',
                                                                                  'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.prepared': ('release/adapt.html#prepared', 'anchor_nb/release/adapt.py'),

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['adapt', 'outlook']
 
-# %% ../../nbs/release/07_adapt.ipynb #952a2a5e
-import hashlib, json, shutil, sys, tempfile, time
+# %% ../../nbs/release/07_adapt.ipynb #04c12afc
+import hashlib, json, math, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -300,7 +300,7 @@ def exam_step(candidates: dict, exam: Retrieval, chosen: str) -> dict:
     return dict(systems=without_rankings(sheet), verdict=found, alone=verdict(sheet, alone, have),
                 **widest(sheet, chosen, found["against"], exam))
 
-# %% ../../nbs/release/07_adapt.ipynb #93317945
+# %% ../../nbs/release/07_adapt.ipynb #771dc30c
 def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentences
     "What a reader must know of the inputs."
     read, pairs, split = facts["read"], facts["pairs"], facts["split"]
@@ -320,15 +320,23 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                  f"{split['dev']} queries, judged on {split['exam']}.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
-def beside(recipe: Adapt, systems: dict, candidates: dict) -> dict: # systems: of the exam
+def parameters_of(model: str) -> int:
+    "The weights of a model, by the headers of its files."
+    from safetensors import safe_open
+    total = 0
+    for path in Path(find_model(model)).glob("*.safetensors"):
+        with safe_open(path, "np") as held:
+            total += sum(math.prod(held.get_slice(name).get_shape()) for name in held.keys())
+    return total
+
+def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
     "Scores with the size of each model and the minutes of its training."
-    from anchor_nb.training.flops import find_shape
+    bases = {Path(facts["base"]).name: facts["base"] for facts in candidates.values()}
     for label, system in systems.items():
-        found = candidates.get(label.removesuffix(" + BM25"), {})
-        if "seconds" in found: system["minutes"] = f"{found['seconds']/60:.1f}"
-        name = found.get("base") or label.removesuffix(" + BM25").removesuffix(" untrained")
-        try: system["size"] = "" if name == "bm25" else f"{find_shape(name).parameters/1e6:.0f} M"
-        except (ValueError, KeyError, AttributeError): system["size"] = ""
+        alone = label.removesuffix(" + BM25")
+        if "seconds" in candidates.get(alone, {}): system["minutes"] = f"{candidates[alone]['seconds']/60:.1f}"
+        base = bases.get(alone.removesuffix(" tuned").removesuffix(" untrained"))
+        system["size"] = f"{parameters_of(base)/1e6:.0f} M" if base else ""
     return systems
 
 # %% ../../nbs/release/07_adapt.ipynb #5fb61a9c
@@ -364,7 +372,7 @@ def deliver(recipe: Adapt, steps: Steps, found: dict, candidates: dict, notes: l
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
 
-# %% ../../nbs/release/07_adapt.ipynb #2bedda04
+# %% ../../nbs/release/07_adapt.ipynb #5e216c76
 def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, model, page, seconds
     """Train an embedder on documents and say whether it is better there than what one has.
 
@@ -398,7 +406,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
                   advice=advice(grown, made, found["verdict"]),
-                  **found | dict(systems=beside(recipe, found["systems"], candidates)))
+                  **found | dict(systems=beside(found["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))
     write_json(Path(recipe.out)/"adapt.json", result)
     return result | dict(page=str(page), fresh=steps.fresh)

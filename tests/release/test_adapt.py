@@ -75,8 +75,8 @@ def hash_of(query): return int(query.removeprefix("q"))*37 % 100/100
 
 
 def recipe(tmp_path, **more):
-    usual = dict(documents=str(tmp_path/"docs"), pairs=str(tmp_path/"pairs.jsonl"), out=str(tmp_path/"out"), base="minilm",
-                 columns=COLUMNS)
+    usual = dict(documents=str(tmp_path/"docs"), pairs=str(tmp_path/"pairs.jsonl"), out=str(tmp_path/"out"),
+                 base="minilm", columns=COLUMNS)
     return Adapt(**usual | more)
 
 
@@ -107,7 +107,8 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     assert adapt(recipe(tmp_path))["model"]
     quick[1]["tuned"] = 0.2
     found = adapt(recipe(tmp_path, epochs=2))
-    assert found["model"] == "" and not (tmp_path/"out/model").exists(), "nor is what an earlier run delivered left there"
+    assert found["model"] == ""
+    assert not (tmp_path/"out/model").exists(), "nor is what an earlier run delivered left there"
     assert found["verdict"]["sentence"].startswith("Not")
     from anchor_nb.cli import training
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
@@ -194,7 +195,8 @@ def test_pdf_without_its_reader_names_the_extra(tmp_path, monkeypatch):
 def test_office_files_go_through_markitdown(tmp_path, monkeypatch):
     import sys
     import types
-    reader = type("MarkItDown", (), dict(convert=lambda self, path: types.SimpleNamespace(text_content="# Mills\nOld.")))
+    read = lambda self, path: types.SimpleNamespace(text_content="# Mills\nOld.")
+    reader = type("MarkItDown", (), dict(convert=read))
     monkeypatch.setitem(sys.modules, "markitdown", types.SimpleNamespace(MarkItDown=reader))
     monkeypatch.setattr("anchor_nb.data.documents.find_spec", lambda name: True)
     (tmp_path/"a.docx").write_bytes(b"PK")
