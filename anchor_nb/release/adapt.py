@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['adapt', 'outlook']
 
-# %% ../../nbs/release/07_adapt.ipynb #04c12afc
+# %% ../../nbs/release/07_adapt.ipynb #3b899834
 import hashlib, json, math, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
@@ -19,8 +19,8 @@ from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
 from ..data.splitting import divide, write_exam
 from ..data.writers import write_lines, write_pairs
-from ..evaluation.encoders import Candidate
-from ..evaluation.exam import advice, queries_needed, sit_exam, verdict, widest
+from ..evaluation.encoders import Candidate, checkpoints, load
+from ..evaluation.exam import advice, queries_needed, score_one, sit_exam, verdict, widest
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
@@ -29,11 +29,13 @@ from ..models.loading import kind_of
 from ..models.resolve import find_model
 from .card import export_with_card
 from ..runs.identity import engine_of, files_content, model_content
+from ..runs.launch import launch
 from ..runs.ledger import read_json, write_json
+from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
-# %% ../../nbs/release/07_adapt.ipynb #9c5dd7ec
-MADE = 1 # raised when a step comes to make something else of the same inputs
+# %% ../../nbs/release/07_adapt.ipynb #e49565d0
+MADE = 2 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -165,7 +167,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
                 train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), surveyed),
                 exam_documents=len(read_retrieval(part/"exam").corpus))
 
-# %% ../../nbs/release/07_adapt.ipynb #7ef0d767
+# %% ../../nbs/release/07_adapt.ipynb #9c836f72
 SHARE, TOO_FEW = 0.6, 100 # of the minutes for decoders; pairs; ours
 
 def is_encoder(base: str) -> bool:
@@ -188,18 +190,29 @@ def decoder_minutes(base: str, data: str, pairs: int) -> tuple: # (minutes of on
 
 def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int) -> dict:
     "Stage II on some pairs, resumed where it was stopped."
-    from anchor_nb.training.trainer import train
+    from anchor_nb.training.trainer import check_inputs, train
     began = time.perf_counter(), time.process_time()
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
                     steps=max(20, epochs*len(rows)//16), negatives=1 if all(row["negatives"] for row in rows) else 0,
-                    seed=seed, save_steps=50)
-    with redirect_stdout(sys.stderr): facts = train(recipe)
-    return dict(model=str(out/"run"/"model"), pairs=len(rows), epochs=epochs, steps=facts["steps"],
+                    snapshot_steps=len(rows)//16 if epochs > 1 else 0, seed=seed, save_steps=50)
+    with redirect_stdout(sys.stderr):
+        inputs = check_inputs(recipe)
+        if start_run(recipe.out, inputs.recipe, inputs.data) != "done":
+            finish_run(recipe.out, **launch(train, inputs.recipe, processes=1, run_dir=recipe.out))
+    facts = read_manifest(recipe.out)
+    return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), epochs=epochs, steps=facts["steps"],
                 seconds=round(time.perf_counter() - began[0], 1), cpu_seconds=round(time.process_time() - began[1], 1))
 
-# %% ../../nbs/release/07_adapt.ipynb #48db89e7
-def decoder_step(recipe: Adapt, base: str, rows: list, data: str, runs: Path, asked: bool) -> dict:
+def best_snapshot(run: str, dev: Retrieval) -> dict: # model: the best; snapshots: step -> nDCG@10
+    "The development part chooses among the adapters after each epoch."
+    places = {step: source for step, source, _ in checkpoints(run)}
+    scores = {step: score_one(load(Candidate(f"step {step}", source), "dev", 256), dev)["score"]
+              for step, source in places.items()}
+    return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
+
+# %% ../../nbs/release/07_adapt.ipynb #9d8a8acf
+def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str, runs: Path, asked: bool) -> dict:
     "Train a decoder as far as the minutes allow; `why` says that it was left out."
     full, _ = decoder_minutes(base, data, len(rows))
     budget = SHARE*recipe.minutes
@@ -210,7 +223,8 @@ def decoder_step(recipe: Adapt, base: str, rows: list, data: str, runs: Path, as
     few = rows[:max(fit, min(len(rows), TOO_FEW))]
     epochs = max(1, min(recipe.epochs, int(budget/max(full, 1e-9))))
     name = hashlib.sha256(json.dumps([base, model_content(base), few, epochs, recipe.seed]).encode()).hexdigest()[:8]
-    return train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", recipe.seed)
+    facts = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", recipe.seed)
+    return facts | (best_snapshot(facts["run"], dev) if epochs > 1 else {})
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
     "The tuned encoder's score on the development part, by number of pairs."
@@ -222,7 +236,7 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
         scores[size] = facts["dev"]
     return scores | {len(rows): tuned["dev"]}
 
-# %% ../../nbs/release/07_adapt.ipynb #50132ba8
+# %% ../../nbs/release/07_adapt.ipynb #a3733f66
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, exam and negatives."
     read = steps.run("read", lambda part: read_step(recipe, part), documents=files_content(recipe.documents),
@@ -257,13 +271,11 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval) -> dict: # 
                                         model=str(steps.folder(name)/"model"))
         else:
             data = str(steps.folder("mine")/"pairs")
-            make = lambda part: decoder_step(recipe, base, rows, data, recipe_runs(recipe), asked)
+            make = lambda part: decoder_step(recipe, base, rows, dev, data, Path(recipe.out)/"runs", asked)
             facts = steps.run(name, make, ("mine",), model=[base, model_content(base)], minutes=recipe.minutes,
                               **common)
             found[label] = facts | dict(base=base, library="anchor_nb")
     return found
-
-def recipe_runs(recipe: Adapt) -> Path: return Path(recipe.out)/"runs"
 
 # %% ../../nbs/release/07_adapt.ipynb #817d145c
 def systems_of(candidates: dict) -> dict: # label -> `Candidate`

@@ -1,6 +1,7 @@
 "Documents in, a model or a plain no out: bad input, resuming, the refusal. Training is replaced; the exam is real."
 import json
 import shutil
+from pathlib import Path
 
 import datasets
 import pytest
@@ -125,6 +126,29 @@ def test_the_exam_shares_no_document_with_training(tmp_path, quick):
         part = read_retrieval(place/name)
         for judged in part.qrels.values(): assert not any(part.corpus[document] in trained for document in judged)
         assert len(part.corpus) == 160
+
+
+def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_epoch(tmp_path):
+    from anchor_nb.data.corpora import build_corpus
+    from anchor_nb.data.retrieval_sets import subset
+    from anchor_nb.data.rows import load_pairs
+    folder = build_corpus("toy")
+    rows = [row for table in load_pairs(str(folder/"pairs")).values() for row in table][:160]
+    dev, sizes = subset(read_retrieval(folder/"eval"), 10, 20), dict(documents="x", epochs=2, minutes=600)
+    facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
+    assert facts["pairs"] == 160 and facts["epochs"] == 2 and facts["steps"] == 20
+    assert list(facts["snapshots"]) == [10, 20] and Path(facts["model"]).is_dir()
+    again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
+    assert again["model"] == facts["model"], "a finished run is not repeated"
+    system = dict(score=0.5)
+    found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
+                 systems={"tiny tuned": system, "bm25": system})
+    (tmp_path/"model").mkdir()
+    module.export_step(Adapt(**sizes), tmp_path/"model", facts["model"], found, ["A note."], "tiny tuned + BM25")
+    assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
+    short = Adapt(**sizes | dict(minutes=1e-6))
+    left_out = module.decoder_step(short, "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", False)
+    assert "was left out" in left_out["why"]
 
 
 # ---- bad input ----
