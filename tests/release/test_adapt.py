@@ -113,7 +113,7 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     assert found["verdict"]["sentence"].startswith("Not")
     from anchor_nb.cli import training
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
-    done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out")])
+    done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out"), "--quiet"])
     assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve" not in done.output
 
 
