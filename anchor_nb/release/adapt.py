@@ -236,17 +236,18 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
         scores[size] = facts["dev"]
     return scores | {len(rows): tuned["dev"]}
 
-# %% ../../nbs/release/07_adapt.ipynb #a3733f66
+# %% ../../nbs/release/07_adapt.ipynb #aa8ef635
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, exam and negatives."
-    read = steps.run("read", lambda part: read_step(recipe, part), documents=files_content(recipe.documents),
-                     columns=recipe.document_columns, words=recipe.words)
+    read = steps.run("read", lambda part: read_step(recipe, part),
+                     documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
+                     words=recipe.words)
     passages = [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
     repeats = read_lines(steps.folder("read")/"repeats.jsonl")
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
                                           train_pairs=recipe.train_pairs)
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats), ("read",),
-                      pairs=files_content(recipe.pairs) if recipe.pairs else "", columns=recipe.columns, **making)
+                      pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows = read_lines(steps.folder("pairs")/"pairs.jsonl")
     sizes = {name: getattr(recipe, name) for name in ("exam_queries", "dev_queries", "exam_documents", "train_pairs",
                                                       "seed")}
