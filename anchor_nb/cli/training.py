@@ -74,11 +74,10 @@ for stage in dict.fromkeys([*RECIPES, *stages()]):
 # %% ../../nbs/cli/02_training.ipynb #48363aa9
 Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
 
-def told(place: str) -> dict: # place: OUT of `adapt`
-    "What an adaptation found, and the commands that follow, as lines."
+def told(place: str, quiet: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
+    "What an adaptation found, with the command that follows."
     found = read_json(Path(place)/"adapt.json")
-    typer.echo(f"\n{found['verdict']['sentence']}\n" + "\n".join(found["advice"]))
-    typer.echo(f"the page: {place}/verdict.html")
+    if quiet: typer.echo("\n".join([found["verdict"]["sentence"], *found["advice"], f"the page: {place}/verdict.html"]))
     if found["model"]: typer.echo(f"next: anchor-nb serve {found['model']} {place}/steps/read/passages.jsonl")
     return found
 
@@ -98,7 +97,7 @@ def adapt(place: Documents = "", out: option(str, "where model, verdict and step
         if values.get("documents"): show_outlook(values)
         return
     run_stage("adapt", values, output, log=not quiet)
-    if not told(values.get("out", default_out("adapt")))["verdict"]["better"]:
+    if not told(values.get("out", default_out("adapt")), quiet)["verdict"]["better"]:
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/02_training.ipynb #646e51a9

@@ -452,7 +452,7 @@ class Adapt(Recipe):
     pairs: str = setting("", "a table of queries and what answers them; empty: queries are made from the documents",
                          reads="files", group="first")
     out: str = setting("runs/adapt", "where the model, the verdict and all steps go", how=True, group="first")
-    base: str = setting("auto", "auto: minilm, and smollm2-135m where the minutes allow; or models, with commas between",
+    base: str = setting("auto", "auto: minilm, and smollm2-135m where time allows; or models, with commas between",
                         "ours: the exam decides", reads="model", group="first")
     minutes: float = setting(60.0, "time for training, on this machine and roughly", "ours", group="first", bound=">0")
     seed: int = setting(0, "seed of the exam, the draws and the training", "ours", group="first")
@@ -472,8 +472,8 @@ class Adapt(Recipe):
     curve: bool = setting(True, "tune on a fourth and on half of the pairs too, to say whether more would help", "ours")
     columns: dict = setting({}, "columns of the pairs, such as {query: frage, positive: antwort}", "ours",
                             group="texts")
-    document_columns: dict = setting({}, "columns of a table of documents, such as {text: inhalt, title: titel}", "ours",
-                                     group="texts")
+    document_columns: dict = setting({}, "columns of a table of documents, such as {text: inhalt, title: titel}",
+                                     "ours", group="texts")
 
     def problems(self):
         return [(not self.out, "out is empty; name a folder for the model and the verdict"),

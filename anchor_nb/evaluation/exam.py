@@ -94,7 +94,7 @@ def best_of(sheet: dict, labels) -> str:
     "The label with the highest score."
     return max((label for label in labels if label in sheet), key=lambda label: sheet[label]["score"])
 
-# %% ../../nbs/evaluation/08_exam.ipynb #614bd1a6
+# %% ../../nbs/evaluation/08_exam.ipynb #42bfe7f0
 def verdict(sheet: dict,    # from `sit_exam`
             delivered: str, # the label of what would be used
             have,           # labels of what needs no training
@@ -108,6 +108,7 @@ def verdict(sheet: dict,    # from `sit_exam`
     span = f"by {abs(points[0]):.1f} points of nDCG@10 (95 % interval {points[1]:+.1f} to {points[2]:+.1f})"
     if found.low > 0: sentence = f"Better than what you have: {delivered} beats {against} {span}, over {count} queries."
     elif found.high < 0: sentence = f"Not better: keep {against}. It is ahead of {delivered} {span}."
+    elif not any(apart): sentence = f"Not better: keep {against}. {delivered} scores the same on all {count} queries."
     else:
         sentence = (f"Not shown to be better: keep {against}. Over {count} queries {delivered} differs from it {span}; "
                     f"an exam of about {needed:,} queries would tell such a difference.")

@@ -39,7 +39,7 @@ class Answers:
         covered = [number for number in likely if seen_part(runs_of(self.texts[number]), runs) >= 0.8]
         return self.best(query, inside or covered) if inside or covered else None
 
-# %% ../../nbs/inference/06_own_pairs.ipynb #ec120451
+# %% ../../nbs/inference/06_own_pairs.ipynb #4846e45a
 def match_pairs(rows: list,     # in the common form
                 passages: list, # of `Passage`
                 source: str = "pairs", # named in messages
@@ -53,6 +53,6 @@ def match_pairs(rows: list,     # in the common form
         if set(numbers) == {None}: lost.append(row["query"])
     if 2*len(lost) > len(rows):
         raise ValueError(f"{len(lost)} of {len(rows)} pairs in {source} point to no document, such as "
-                         f"{lost[0][:60]!r}; an answer must be a text of the documents, a part of one, or a document's id "
-                         "or path")
+                         f"{lost[0][:60]!r}; an answer must be a text of the documents, a part of one, or a "
+                         "document's id or path")
     return list(dict.fromkeys(found)), lost

@@ -15,14 +15,25 @@ from ..data.deduplication import plain
 from .hard_negatives import Words
 from ..models.resolve import find_model
 
-# %% ../../nbs/inference/05_questions.ipynb #16be32b4
+# %% ../../nbs/inference/05_questions.ipynb #acde28e3
+def own_title(titles: list): # of different documents -> function of a title
+    "Titles without the ending that most of them share, such as the name of a site."
+    endings = Counter(found[0] for found in (re.search(r"\s+[-|–—·]\s+[^-|–—·]+$", title) for title in titles) if found)
+    shared, count = (endings.most_common(1) or [("", 0)])[0]
+    return (lambda title: title.removesuffix(shared)) if 2*count > len(titles) else (lambda title: title)
+
+# %% ../../nbs/inference/05_questions.ipynb #6638d21a
 def heading_pairs(passages: list) -> list: # of `Passage` -> of (query, number of the passage)
     "Titles and headings as queries, those that occur once."
-    asked, seen = [], set()
+    titles = {passage.document: passage.title for passage in passages if passage.title}
+    short, asked, seen = own_title(list(titles.values())), [], set()
+    common = Counter(plain(heading) for _, heading in {(passage.document, passage.heading) for passage in passages})
     for number, passage in enumerate(passages):
-        places = [("title", passage.document, passage.title)]
-        if passage.heading not in ("", passage.title):
-            places.append(("heading", passage.document, f"{passage.title}: {passage.heading}".removeprefix(": ")))
+        title, heading = short(passage.title), passage.heading
+        alone = common[plain(heading)] == 1 and len(heading.split()) > 1
+        places = [("title", passage.document, title)]
+        if plain(heading) not in ("", plain(title), plain(passage.title)):
+            places.append(("heading", passage.document, heading if alone else f"{title}: {heading}".removeprefix(": ")))
         for place in places:
             if place[2] and place not in seen: asked.append((place[2], number))
             seen.add(place)

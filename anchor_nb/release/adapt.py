@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['adapt', 'outlook']
 
-# %% ../../nbs/release/07_adapt.ipynb #952a2a5e
-import hashlib, json, shutil, sys, tempfile, time
+# %% ../../nbs/release/07_adapt.ipynb #3b899834
+import hashlib, json, math, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,8 +19,8 @@ from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
 from ..data.splitting import divide, write_exam
 from ..data.writers import write_lines, write_pairs
-from ..evaluation.encoders import Candidate
-from ..evaluation.exam import advice, queries_needed, sit_exam, verdict, widest
+from ..evaluation.encoders import Candidate, checkpoints, load
+from ..evaluation.exam import advice, queries_needed, score_one, sit_exam, verdict, widest
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
@@ -29,10 +29,14 @@ from ..models.loading import kind_of
 from ..models.resolve import find_model
 from .card import export_with_card
 from ..runs.identity import engine_of, files_content, model_content
+from ..runs.launch import launch
 from ..runs.ledger import read_json, write_json
+from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
-# %% ../../nbs/release/07_adapt.ipynb #688ebac4
+# %% ../../nbs/release/07_adapt.ipynb #e49565d0
+MADE = 2 # raised when a step comes to make something else of the same inputs
+
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
     def __init__(self, out: str): self.out, self.keys, self.seconds, self.fresh = Path(out), {}, {}, []
@@ -41,7 +45,7 @@ class Steps:
 
     def run(self, name: str, make, after: tuple = (), **settings) -> dict: # make: of an empty folder -> plain facts
         "The facts of a step, made now unless an earlier run has made the same."
-        decides = [name, __version__, engine_of("adapt"), [self.keys[step] for step in after], settings]
+        decides = [name, MADE, __version__, engine_of("adapt"), [self.keys[step] for step in after], settings]
         key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
         self.keys[name], folder = key, self.folder(name)
         if (folder/"step.json").is_file() and not damage(folder):
@@ -163,7 +167,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
                 train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), surveyed),
                 exam_documents=len(read_retrieval(part/"exam").corpus))
 
-# %% ../../nbs/release/07_adapt.ipynb #7ef0d767
+# %% ../../nbs/release/07_adapt.ipynb #9c836f72
 SHARE, TOO_FEW = 0.6, 100 # of the minutes for decoders; pairs; ours
 
 def is_encoder(base: str) -> bool:
@@ -186,18 +190,29 @@ def decoder_minutes(base: str, data: str, pairs: int) -> tuple: # (minutes of on
 
 def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int) -> dict:
     "Stage II on some pairs, resumed where it was stopped."
-    from anchor_nb.training.trainer import train
+    from anchor_nb.training.trainer import check_inputs, train
     began = time.perf_counter(), time.process_time()
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
                     steps=max(20, epochs*len(rows)//16), negatives=1 if all(row["negatives"] for row in rows) else 0,
-                    seed=seed, save_steps=50)
-    with redirect_stdout(sys.stderr): facts = train(recipe)
-    return dict(model=str(out/"run"/"model"), pairs=len(rows), epochs=epochs, steps=facts["steps"],
+                    snapshot_steps=len(rows)//16 if epochs > 1 else 0, seed=seed, save_steps=50)
+    with redirect_stdout(sys.stderr):
+        inputs = check_inputs(recipe)
+        if start_run(recipe.out, inputs.recipe, inputs.data) != "done":
+            finish_run(recipe.out, **launch(train, inputs.recipe, processes=1, run_dir=recipe.out))
+    facts = read_manifest(recipe.out)
+    return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), epochs=epochs, steps=facts["steps"],
                 seconds=round(time.perf_counter() - began[0], 1), cpu_seconds=round(time.process_time() - began[1], 1))
 
-# %% ../../nbs/release/07_adapt.ipynb #48db89e7
-def decoder_step(recipe: Adapt, base: str, rows: list, data: str, runs: Path, asked: bool) -> dict:
+def best_snapshot(run: str, dev: Retrieval) -> dict: # model: the best; snapshots: step -> nDCG@10
+    "The development part chooses among the adapters after each epoch."
+    places = {step: source for step, source, _ in checkpoints(run)}
+    scores = {step: score_one(load(Candidate(f"step {step}", source), "dev", 256), dev)["score"]
+              for step, source in places.items()}
+    return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
+
+# %% ../../nbs/release/07_adapt.ipynb #9d8a8acf
+def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str, runs: Path, asked: bool) -> dict:
     "Train a decoder as far as the minutes allow; `why` says that it was left out."
     full, _ = decoder_minutes(base, data, len(rows))
     budget = SHARE*recipe.minutes
@@ -208,7 +223,8 @@ def decoder_step(recipe: Adapt, base: str, rows: list, data: str, runs: Path, as
     few = rows[:max(fit, min(len(rows), TOO_FEW))]
     epochs = max(1, min(recipe.epochs, int(budget/max(full, 1e-9))))
     name = hashlib.sha256(json.dumps([base, model_content(base), few, epochs, recipe.seed]).encode()).hexdigest()[:8]
-    return train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", recipe.seed)
+    facts = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", recipe.seed)
+    return facts | (best_snapshot(facts["run"], dev) if epochs > 1 else {})
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
     "The tuned encoder's score on the development part, by number of pairs."
@@ -220,17 +236,18 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
         scores[size] = facts["dev"]
     return scores | {len(rows): tuned["dev"]}
 
-# %% ../../nbs/release/07_adapt.ipynb #50132ba8
+# %% ../../nbs/release/07_adapt.ipynb #aa8ef635
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, exam and negatives."
-    read = steps.run("read", lambda part: read_step(recipe, part), documents=files_content(recipe.documents),
-                     columns=recipe.document_columns, words=recipe.words)
+    read = steps.run("read", lambda part: read_step(recipe, part),
+                     documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
+                     words=recipe.words)
     passages = [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
     repeats = read_lines(steps.folder("read")/"repeats.jsonl")
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
                                           train_pairs=recipe.train_pairs)
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats), ("read",),
-                      pairs=files_content(recipe.pairs) if recipe.pairs else "", columns=recipe.columns, **making)
+                      pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows = read_lines(steps.folder("pairs")/"pairs.jsonl")
     sizes = {name: getattr(recipe, name) for name in ("exam_queries", "dev_queries", "exam_documents", "train_pairs",
                                                       "seed")}
@@ -255,13 +272,11 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval) -> dict: # 
                                         model=str(steps.folder(name)/"model"))
         else:
             data = str(steps.folder("mine")/"pairs")
-            make = lambda part: decoder_step(recipe, base, rows, data, recipe_runs(recipe), asked)
+            make = lambda part: decoder_step(recipe, base, rows, dev, data, Path(recipe.out)/"runs", asked)
             facts = steps.run(name, make, ("mine",), model=[base, model_content(base)], minutes=recipe.minutes,
                               **common)
             found[label] = facts | dict(base=base, library="anchor_nb")
     return found
-
-def recipe_runs(recipe: Adapt) -> Path: return Path(recipe.out)/"runs"
 
 # %% ../../nbs/release/07_adapt.ipynb #817d145c
 def systems_of(candidates: dict) -> dict: # label -> `Candidate`
@@ -298,7 +313,7 @@ def exam_step(candidates: dict, exam: Retrieval, chosen: str) -> dict:
     return dict(systems=without_rankings(sheet), verdict=found, alone=verdict(sheet, alone, have),
                 **widest(sheet, chosen, found["against"], exam))
 
-# %% ../../nbs/release/07_adapt.ipynb #93317945
+# %% ../../nbs/release/07_adapt.ipynb #771dc30c
 def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentences
     "What a reader must know of the inputs."
     read, pairs, split = facts["read"], facts["pairs"], facts["split"]
@@ -318,15 +333,23 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                  f"{split['dev']} queries, judged on {split['exam']}.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
-def beside(recipe: Adapt, systems: dict, candidates: dict) -> dict: # systems: of the exam
+def parameters_of(model: str) -> int:
+    "The weights of a model, by the headers of its files."
+    from safetensors import safe_open
+    total = 0
+    for path in Path(find_model(model)).glob("*.safetensors"):
+        with safe_open(path, "np") as held:
+            total += sum(math.prod(held.get_slice(name).get_shape()) for name in held.keys())
+    return total
+
+def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
     "Scores with the size of each model and the minutes of its training."
-    from anchor_nb.training.flops import find_shape
+    bases = {Path(facts["base"]).name: facts["base"] for facts in candidates.values()}
     for label, system in systems.items():
-        found = candidates.get(label.removesuffix(" + BM25"), {})
-        if "seconds" in found: system["minutes"] = f"{found['seconds']/60:.1f}"
-        name = found.get("base") or label.removesuffix(" + BM25").removesuffix(" untrained")
-        try: system["size"] = "" if name == "bm25" else f"{find_shape(name).parameters/1e6:.0f} M"
-        except (ValueError, KeyError, AttributeError): system["size"] = ""
+        alone = label.removesuffix(" + BM25")
+        if "seconds" in candidates.get(alone, {}): system["minutes"] = f"{candidates[alone]['seconds']/60:.1f}"
+        base = bases.get(alone.removesuffix(" tuned").removesuffix(" untrained"))
+        system["size"] = f"{parameters_of(base)/1e6:.0f} M" if base else ""
     return systems
 
 # %% ../../nbs/release/07_adapt.ipynb #5fb61a9c
@@ -362,7 +385,7 @@ def deliver(recipe: Adapt, steps: Steps, found: dict, candidates: dict, notes: l
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
 
-# %% ../../nbs/release/07_adapt.ipynb #2bedda04
+# %% ../../nbs/release/07_adapt.ipynb #5e216c76
 def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, model, page, seconds
     """Train an embedder on documents and say whether it is better there than what one has.
 
@@ -396,7 +419,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
                   advice=advice(grown, made, found["verdict"]),
-                  **found | dict(systems=beside(recipe, found["systems"], candidates)))
+                  **found | dict(systems=beside(found["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))
     write_json(Path(recipe.out)/"adapt.json", result)
     return result | dict(page=str(page), fresh=steps.fresh)

@@ -88,7 +88,8 @@ ENGINE = dict(training=1, encoding=1, scoring=1, corpora=1)
 
 # %% ../../nbs/runs/05_identity.ipynb #aaf230d8
 USES = dict(prepare=("corpora",), mine=("encoding",), stage1=("training",), stage2=("training",),
-            evaluate=("encoding", "scoring"), analyse=("encoding",), report=(), adapt=("training", "encoding", "scoring"))
+            evaluate=("encoding", "scoring"), analyse=("encoding",), report=(),
+            adapt=("training", "encoding", "scoring"))
 
 # %% ../../nbs/runs/05_identity.ipynb #6f5fd0ff
 def engine_of(stage: str) -> dict: # part of the engine -> its number

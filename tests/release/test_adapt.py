@@ -1,6 +1,7 @@
 "Documents in, a model or a plain no out: bad input, resuming, the refusal. Training is replaced; the exam is real."
 import json
 import shutil
+from pathlib import Path
 
 import datasets
 import pytest
@@ -75,8 +76,8 @@ def hash_of(query): return int(query.removeprefix("q"))*37 % 100/100
 
 
 def recipe(tmp_path, **more):
-    usual = dict(documents=str(tmp_path/"docs"), pairs=str(tmp_path/"pairs.jsonl"), out=str(tmp_path/"out"), base="minilm",
-                 columns=COLUMNS)
+    usual = dict(documents=str(tmp_path/"docs"), pairs=str(tmp_path/"pairs.jsonl"), out=str(tmp_path/"out"),
+                 base="minilm", columns=COLUMNS)
     return Adapt(**usual | more)
 
 
@@ -107,11 +108,12 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     assert adapt(recipe(tmp_path))["model"]
     quick[1]["tuned"] = 0.2
     found = adapt(recipe(tmp_path, epochs=2))
-    assert found["model"] == "" and not (tmp_path/"out/model").exists(), "nor is what an earlier run delivered left there"
+    assert found["model"] == ""
+    assert not (tmp_path/"out/model").exists(), "nor is what an earlier run delivered left there"
     assert found["verdict"]["sentence"].startswith("Not")
     from anchor_nb.cli import training
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
-    done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out")])
+    done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out"), "--quiet"])
     assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve" not in done.output
 
 
@@ -124,6 +126,29 @@ def test_the_exam_shares_no_document_with_training(tmp_path, quick):
         part = read_retrieval(place/name)
         for judged in part.qrels.values(): assert not any(part.corpus[document] in trained for document in judged)
         assert len(part.corpus) == 160
+
+
+def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_epoch(tmp_path):
+    from anchor_nb.data.corpora import build_corpus
+    from anchor_nb.data.retrieval_sets import subset
+    from anchor_nb.data.rows import load_pairs
+    folder = build_corpus("toy")
+    rows = [row for table in load_pairs(str(folder/"pairs")).values() for row in table][:160]
+    dev, sizes = subset(read_retrieval(folder/"eval"), 10, 20), dict(documents="x", epochs=2, minutes=600)
+    facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
+    assert facts["pairs"] == 160 and facts["epochs"] == 2 and facts["steps"] == 20
+    assert list(facts["snapshots"]) == [10, 20] and Path(facts["model"]).is_dir()
+    again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
+    assert again["model"] == facts["model"], "a finished run is not repeated"
+    system = dict(score=0.5)
+    found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
+                 systems={"tiny tuned": system, "bm25": system})
+    (tmp_path/"model").mkdir()
+    module.export_step(Adapt(**sizes), tmp_path/"model", facts["model"], found, ["A note."], "tiny tuned + BM25")
+    assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
+    short = Adapt(**sizes | dict(minutes=1e-6))
+    left_out = module.decoder_step(short, "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", False)
+    assert "was left out" in left_out["why"]
 
 
 # ---- bad input ----
@@ -194,7 +219,8 @@ def test_pdf_without_its_reader_names_the_extra(tmp_path, monkeypatch):
 def test_office_files_go_through_markitdown(tmp_path, monkeypatch):
     import sys
     import types
-    reader = type("MarkItDown", (), dict(convert=lambda self, path: types.SimpleNamespace(text_content="# Mills\nOld.")))
+    read = lambda self, path: types.SimpleNamespace(text_content="# Mills\nOld.")
+    reader = type("MarkItDown", (), dict(convert=read))
     monkeypatch.setitem(sys.modules, "markitdown", types.SimpleNamespace(MarkItDown=reader))
     monkeypatch.setattr("anchor_nb.data.documents.find_spec", lambda name: True)
     (tmp_path/"a.docx").write_bytes(b"PK")
