@@ -19,6 +19,7 @@ from ..core.recipe import RECIPES
 from ..runs.ledger import read_json
 from ..runs.launch import variable
 from ..core.presets import methods, presets
+from ..core.settings import nearest
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
 from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
@@ -50,8 +51,11 @@ def add_stage(stage: str):
     def command(place: Data = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
                 gpus: Gpus = -1, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
                 help_all: HelpAll = False):
-        if place and any(pair.startswith("data=") for pair in parameter):
+        if place and "data" in read_pairs(parameter):
             raise ValueError("data is given twice; name it by place or with --data")
+        name, equals, value = place.partition("=")
+        if equals and nearest(RECIPES[stage], name) and not Path(place).exists():
+            raise ValueError(f"{place} is no table; an option is written --{name.replace('_', '-')} {value}")
         pairs = [*parameter, f"data={place}"] if place else parameter
         values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
         if dry_run:

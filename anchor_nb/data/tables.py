@@ -64,12 +64,13 @@ def decoded(line: bytes, path, number: int) -> str:
                          f"utf8-{Path(path).name}") from None
 
 # %% ../../nbs/data/00_tables.ipynb #ac1ee0c4
-def read_json(line: bytes, path, number: int):
-    "The value on one line of a JSONL file; ValueError names file, line and fix."
-    text = decoded(line.removeprefix(b"\xef\xbb\xbf"), path, number)
+def read_json(line: bytes, path, number: int, wanted: str = "one JSON object per line"):
+    "The value on one line of a JSONL file, or in a whole file from line 1; ValueError names file, line and fix."
+    text = decoded(line.removeprefix(b"\xef\xbb\xbf"), path, number).rstrip("\r\n") # or a line would be two
     try: return json.loads(text)
     except json.JSONDecodeError as error:
-        problem = f"not valid JSON ({error.msg} at column {error.colno}); write one JSON object per line"
+        number += error.lineno - 1
+        problem = f"not valid JSON ({error.msg} at column {error.colno}); write {wanted}"
     except RecursionError:
         problem = "JSON nested too deeply to be read; remove the field that holds it"
     except ValueError as error: # an integer of thousands of digits
@@ -113,12 +114,7 @@ def json_rows(path) -> Iterator: # of (place in the file, row)
         yield from json_lines(path)
         return
     text = b"".join(line for _, line in byte_lines(path))
-    try: value = json.loads(decoded(text, path, 1))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno}); write a "
-                         "list of objects, or one object per line") from None
-    except RecursionError:
-        raise ValueError(f"{path}: JSON nested too deeply to be read; remove the field that holds it") from None
+    value = read_json(text, path, 1, "a list of objects, or one object per line")
     for number, row in enumerate(rows_within(value, path), 1): yield f"item {number}", row
 
 # %% ../../nbs/data/00_tables.ipynb #425bbc3c

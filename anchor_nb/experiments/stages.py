@@ -26,6 +26,7 @@ from ..runs.provenance import package_folder
 from ..core.progress import announce
 from ..core.recipe import RECIPES
 from ..core.settings import check_names, coerce
+from ..data.retrieval_sets import Faults, check_present, set_in, split_off
 from ..runs.checkpoints import check_places, locked
 from ..models.resolve import BUILT_MODELS, MODELS, resolve_model
 from ..core.redaction import hide, secret_values, without_secrets
@@ -106,7 +107,8 @@ class StageError(RuntimeError):
         if stopped: end = "was" if reason.startswith("stopped ") else "was stopped:"
         what, fix = split_fix(without_class(reason))
         place = f"the notebook with the traceback: {notebook}"
-        super().__init__(f"{stage} {end} {what}\n" + (f"{fix}; {place}" if fix else place))
+        if fix: place = fix if stopped else f"{fix}; {place}"
+        super().__init__(f"{stage} {end} {what}\n{place}")
 
 # %% ../../nbs/experiments/00_stages.ipynb #fafb0427
 def trace_of(error: Exception) -> str:
@@ -228,7 +230,7 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
     "Have papermill run `notebook` in the current folder and write what will be `output`, without secrets, to `draft`."
     from papermill import execute_notebook
     from papermill.iorw import papermill_io
-    quiet = ["--log-level=CRITICAL"] # or a kernel tells of its local connection, and that it was stopped
+    quiet = ["--log-level=CRITICAL"] # or each kernel warns of its local connection, and of an interrupt at its end
     usual = dict(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", JUPYTER_PREFER_ENV_PATH="1") | QUIET
     streams = dict(stdout_file=Hiding(secrets, sys.stdout), stderr_file=Hiding(secrets, sys.stderr)) if log else {}
     papermill_io.register(str(output), draft)
@@ -236,6 +238,7 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
         execute_notebook(str(notebook), str(output), parameters=parameters, kernel_name="python3", progress_bar=False,
                          cwd=os.getcwd(), start_timeout=180, execution_timeout=timeout, coalesce_streams=True,
                          extra_arguments=quiet, **streams)
+
 
 # %% ../../nbs/experiments/00_stages.ipynb #eab4a70c
 def check_out(stage: str, values: dict, folder: Path): # values: all parameters
@@ -252,9 +255,19 @@ def check_out(stage: str, values: dict, folder: Path): # values: all parameters
 
 def check_models(stage: str, values: dict):
     "FileNotFoundError or ValueError for the name of a model that nothing can stand for."
-    known = ("", "bm25", *MODELS, *BUILT_MODELS)
+    known = ("", *MODELS, *BUILT_MODELS)
     for name in ("model", "a", "b", "again", "guide") if stage in RECIPES else ():
-        if values.get(name, "") not in known: resolve_model(values[name])
+        model = values.get(name, "")
+        if model == "bm25" and stage != "mine":
+            raise ValueError(f"{name}=bm25 cannot be: it ranks by words and makes no vectors; name a model, such as "
+                             "smollm2-135m")
+        if model not in (*known, "bm25"): resolve_model(model)
+
+def check_tasks(stage: str, values: dict):
+    "FileNotFoundError or ValueError for the folder of an evaluation set that lacks a file; reads none."
+    for task in values["tasks"] if stage == "evaluate" else ():
+        place = Path(split_off(task)[0])
+        if place.is_dir() or "/" in task: check_present(folder := set_in(place), Faults(folder))
 
 def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, checked -> (parameters, run folder)
     "Where a stage will run: its `out`, or the folder that a hash names."
@@ -295,6 +308,7 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
     whole = {name: value for name, (_, value) in known.items()} | values
     check_places(stage, whole)
     check_models(stage, whole)
+    check_tasks(stage, whole)
     check_out(stage, whole, folder)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):
