@@ -147,7 +147,7 @@ def verdict(goal: Goal, rows: list) -> tuple:  # (measured as text, met, missed 
     status = last_runs(rows).get(goal.part, {}).get("status", "not run")
     if value is None: return "–", status if status != "done" else "not run"
     shown = f"{value:.0%}" if goal.percent else f"{value:.2f}"
-    if cases(rows, goal.part)[-1]["dry"] and goal.value is not all_hold: return shown, "not run (a dry run)"
+    if all(row["dry"] for row in rows) and goal.value is not all_hold: return shown, "not run (a dry run)"
     good = value >= goal.least if goal.least else value <= goal.most
     unfinished = goal.value is all_hold and status != "done"  # what holds may be less than all there is
     return shown, status if good and unfinished else "met" if good else "missed"

@@ -14,7 +14,7 @@ from anchor_nb.data.corpora import build_corpus
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GIVEN = ["torch", "transformers", "numpy", "safetensors", "tokenizers"]  # what the machine has
-BROUGHT = ["accelerate", "peft"]  # what `make gpu-kit` adds for training
+BROUGHT = ["accelerate", "peft", "xxhash"]  # what `make gpu-kit` adds for training; xxhash is for checkpoints
 MISSING = ["datasets", "pyarrow", "pandas", "mteb", "papermill", "sentence_transformers", "seaborn", "matplotlib",
            "scipy", "sklearn"]
 TRAIN = """
@@ -25,7 +25,7 @@ data, out, *names = sys.argv[1:]
 found = [name for name in names if importlib.util.find_spec(name)]
 for module in pkgutil.walk_packages(anchor_nb.__path__, "anchor_nb.") if names else (): __import__(module.name)
 how = dict(data=data, steps=3, global_batch=8, warmup_steps=1, learning_rate=1e-3, max_length=48, micro_tokens=256,
-           save_steps=0, workers=0, precision="fp32")
+           save_steps=2, workers=0, precision="fp32")
 train(Stage1(model="tiny", out=out + "/1", **how))
 train(Stage2(model=out + "/1", out=out + "/2", negatives=2, **how))
 vectors = AnchorEmbedder.from_pretrained(out + "/2").encode(["a cat sleeps", "the river floods"])
