@@ -126,7 +126,7 @@ def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list) -> dict
     write_lines(part/"pairs.jsonl", (dict(query=query, passage=number) for query, number in found))
     return dict(made=not recipe.pairs, pairs=len(found)) | counts
 
-# %% ../../nbs/release/07_adapt.ipynb #fbab75c7
+# %% ../../nbs/release/07_adapt.ipynb #06023ceb
 def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most: int, seed: int) -> Retrieval:
     "The queries of some rows, over at most so many of all passages."
     queries, judged = {}, {}
@@ -160,7 +160,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
     held = {marks[n] for n in [*exam, *dev]}
     kept = sorted(draw(rest, recipe.train_pairs, recipe.seed))
     pool = [text for text, passage in zip(texts, passages) if passage.document not in held]
-    surveyed = min(SURVEYED, max(1000, 2*len(kept))) # enough to find near ones among
+    surveyed = min(SURVEYED, max(300, 4*len(kept))) # enough to find near ones among
     write_pairs(part/"pairs", "pairs", [rows[n] for n in kept])
     write_lines(part/"pool.jsonl", (dict(text=text) for text in draw(pool, surveyed, recipe.seed)))
     return dict(exam=len(read_retrieval(part/"exam").queries), dev=len(read_retrieval(part/"dev").queries),
@@ -438,7 +438,7 @@ def outlook_row(step: str, what: str, minutes: float = 0.0, memory: float = 0.0)
     cost = f"{minutes:7.1f} min" if minutes else " "*11
     return f"{step:12} {cost} {f'{memory/1e9:5.1f} GB' if memory else ' '*8}  {what}".rstrip()
 
-# %% ../../nbs/release/07_adapt.ipynb #baa3582c
+# %% ../../nbs/release/07_adapt.ipynb #8def5c2f
 def outlook(recipe: Adapt) -> list: # of lines
     "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
@@ -454,7 +454,7 @@ def outlook(recipe: Adapt) -> list: # of lines
     most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made,
                 split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
     lines += [outlook_row(step, what) for step, what in most.items()]
-    lines.append(outlook_row("mine", "one negative a pair", each/6*(min(len(passages), max(1000, 2*train)) + train)))
+    lines.append(outlook_row("mine", "one negative a pair", each/6*(min(len(passages), max(300, 4*train)) + train)))
     lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
                              each*(3*min(train, SEARCHED) + recipe.epochs*(train + dev)), 16*23e6))
     for base in bases_of(recipe)[0]:
