@@ -228,7 +228,7 @@ def checks(online: bool = False, # ask the model hub whether it is there; else n
             ("kernel", check_kernel), ("hub", check_hub, online), ("environment", check_environment)]
     if smoke and (stale_ranks() or not already_launched()): todo.append(("smoke", check_smoke))
     if parity:
-        from anchor_nb.training.parity import ways_here
+        from anchor_nb.experiments.parity import ways_here
         todo += [(stage, check_parity, stage, *way) for way in ways_here() for stage in ("stage1", "stage2")]
     findings = []
     for entry in todo:
@@ -262,7 +262,7 @@ def check_parity(stage: str, attention: str, precision: str) -> Check: # stage: 
     from dataclasses import replace
     from anchor_nb.core.recipe import RECIPES
     from anchor_nb.models.attention import on_gpu
-    from anchor_nb.training.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of
+    from anchor_nb.experiments.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of
     own = dict(negatives=1, lora_rank=0, mask_false_negatives=False) if stage == "stage2" else {}
     recipe = RECIPES[stage](model="tiny", data="unused", out="unused", max_length=48, global_batch=6, **own)
     examples = toy_examples(6)

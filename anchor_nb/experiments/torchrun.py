@@ -81,7 +81,8 @@ def train_stage(stage: str,      # stage1 or stage2
                 given: dict,     # parameter -> value
                ) -> dict:        # facts for the manifest
     "Train a stage in this process and its ranks; ValueError before it starts, then `LaunchError` or `Stopped`."
-    from anchor_nb.training.trainer import check_inputs, train
+    from anchor_nb.training.inputs import check_inputs
+    from anchor_nb.training.trainer import train
     forget_stale_ranks() # or nobody would keep the manifest
     recipe, leads, begun = recipe_of(stage, given), first(), now()
     with locked(recipe.out, stage) if leads else nullcontext():

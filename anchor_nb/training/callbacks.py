@@ -8,12 +8,10 @@ __all__ = []
 # %% ../../nbs/training/05_callbacks.ipynb #f122de1b
 from pathlib import Path
 from time import perf_counter
-import numpy as np
 import torch
 from transformers import TrainerCallback
 from ..core.files import replace_folder
 from ..core.progress import progress
-from ..data.rows import Batches, generator
 from ..losses.carry import GROUP, carried, in_words, losses_behind
 from ..losses.objectives import to_device
 from ..runs.checkpoints import add_row
@@ -66,30 +64,6 @@ class Snapshots(TrainerCallback):
         if not state.is_world_process_zero: return
         final.parent.mkdir(exist_ok=True)
         replace_folder(part, final)
-
-# %% ../../nbs/training/05_callbacks.ipynb #f76ddf2b
-def kept_out(tables: dict, names: list, count: int,
-             seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
-    "Take about `count` pairs out of the datasets in `names`, as many from each; ValueError where that is over a tenth."
-    share, rest, kept = -(-count//len(names)), dict(tables), {}
-    for name in names if count else ():
-        if share*10 > len(tables[name]):
-            raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most "
-                             "a tenth out of training")
-        order = generator("held out", seed, name).permutation(len(tables[name]))
-        kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
-    return rest, kept
-
-def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # name -> [rows]
-    "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
-    used = {name: np.zeros(batches.sizes[name], bool) for name in names}
-    for step in range(steps):
-        batch = batches(step)
-        used[batch.dataset][batch.rows] = True
-        if all(map(np.all, used.values())): break
-    share = -(-count//len(names))
-    pick = lambda name, left: generator("carry", batches.seed, name).permutation(left)[:share]
-    return {name: np.sort(pick(name, np.flatnonzero(~used[name]))) for name in names}
 
 # %% ../../nbs/training/05_callbacks.ipynb #bddce3ab
 class Carrying(TrainerCallback):

@@ -4,7 +4,7 @@ Four stages of rising cost: a parity, b speed and memory, c several GPUs, d the 
 each part has its own time limit and its own processes. A part that fails, runs out of time or lacks a package leaves a
 row that says so, and the next one begins. Rows are written as they come, with hardware, versions and commit. The same
 command leaves out what is done already on this machine with this code. Tolerances and goals are data, written before
-the first GPU was seen: `anchor_nb.training.parity.TOLERANCES`, `PARTS` below, `GOALS` in gpu_page.py.
+the first GPU was seen: `anchor_nb.experiments.parity.TOLERANCES`, `PARTS` below, `GOALS` in gpu_page.py.
 
     python nbs/benchmarks/gpu.py                  all of it, 25 minutes
     python nbs/benchmarks/gpu.py --device cpu     a dry run on the tiny model, to see that everything would run
@@ -48,7 +48,7 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
 
     pieces: tokens of a piece of GradCache (stage II) or of an accumulated step (stage I), which every kernel runs too.
     """
-    from anchor_nb.training.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of, ways_here
+    from anchor_nb.experiments.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of, ways_here
     from workloads import bench_model, corpus_rows
     how = dict(model=bench_model(model), data="unused", out="unused", max_length=max_length, global_batch=pairs)
     recipe = Stage1(**how) if stage == "stage1" else Stage2(**how, negatives=1, lora_rank=0, mask_false_negatives=False)
@@ -83,7 +83,7 @@ def encode_way(model: str, corpus: str, texts: int, max_length: int, tolerances:
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.resolve import resolve_model
     from anchor_nb.release.export import export
-    from anchor_nb.training.parity import ways_here
+    from anchor_nb.experiments.parity import ways_here
     from peers import encode_padded
     from workloads import corpus_rows, formatter_of
     formatter, device = formatter_of(model, max_length), "cuda" if on_gpu() else "cpu"

@@ -18,9 +18,9 @@ from anchor_nb.data.corpora import training_instructions
 from anchor_nb.data.prompts import Formatter
 from anchor_nb.data.rows import examples
 from anchor_nb.losses.reconstruction import DecodeRules, count_targets
-from anchor_nb.training.parity import decode_padded
+from anchor_nb.experiments.parity import decode_padded
 from anchor_nb.training.steps import ReconstructionStep
-from anchor_nb.training.trainer import Inputs
+from anchor_nb.training.inputs import Inputs
 
 # ---- stage I with padding ----
 

@@ -14,7 +14,7 @@ from anchor_nb.data.corpora import build_corpus
 from anchor_nb.data.rows import Example
 from anchor_nb.runs.ledger import read_rows
 from anchor_nb.training.flops import SHAPES, shape_of
-from anchor_nb.training.trainer import check_inputs
+from anchor_nb.training.inputs import check_inputs
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent/"nbs"/"benchmarks"
 sys.path.insert(0, str(NOTEBOOKS))

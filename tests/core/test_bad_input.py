@@ -12,7 +12,8 @@ from anchor_nb.release.merging import merge_models
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.experiments.stages import StageError, run_stage
 from anchor_nb.runs.manifest import start_run
-from anchor_nb.training.trainer import check_inputs, train
+from anchor_nb.training.inputs import check_inputs
+from anchor_nb.training.trainer import train
 from common import recipe, rows, toy_pairs
 
 GOOD = '{"query": "a question", "positive": "an answer"}\n'

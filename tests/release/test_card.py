@@ -30,7 +30,8 @@ TOKEN = "hf_" + "Ab3" * 12
 
 def train_run(settings):
     "What a stage notebook does."
-    from anchor_nb.training.trainer import check_inputs, train
+    from anchor_nb.training.inputs import check_inputs
+    from anchor_nb.training.trainer import train
     start_run(settings.out, settings, check_inputs(settings).data)
     finish_run(settings.out, **train(settings))
 

@@ -19,7 +19,8 @@ from anchor_nb.runs.launch import launch
 from anchor_nb.core.recipe import Stage1
 from anchor_nb.runs.checkpoints import checkpoints
 from anchor_nb.training.steps import ReconstructionStep
-from anchor_nb.training.trainer import AnchorTrainer, check_inputs, train
+from anchor_nb.training.inputs import check_inputs
+from anchor_nb.training.trainer import AnchorTrainer, train
 from common import recipe, rows
 
 USUAL = dict(steps=10, save_steps=2)

@@ -14,7 +14,8 @@ from anchor_nb.experiments.stages import check_out, checked, declared, stage_not
 from anchor_nb.runs.manifest import start_run
 from anchor_nb.models import attention
 from anchor_nb.training import defaults
-from anchor_nb.training.trainer import check_inputs, train
+from anchor_nb.training.inputs import check_inputs
+from anchor_nb.training.trainer import train
 from common import toy_pairs
 
 NEEDED = dict(mine=dict(data="pairs"), evaluate=dict(benchmark="local"), analyse=dict(data="pairs", a="tiny", b="tiny"))

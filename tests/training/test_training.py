@@ -118,7 +118,7 @@ def test_every_schedule_reaches_its_peak(stage, schedule, tmp_path):
 
 def test_a_warm_up_that_does_not_end_is_said(tmp_path):
     "Where a preset's 300 steps meet fewer steps of one's own."
-    from anchor_nb.training.trainer import check_inputs
+    from anchor_nb.training.inputs import check_inputs
     with pytest.warns(UserWarning, match="warmup_steps=300 does not end within steps=100, .*warmup_steps=-1"):
         check_inputs(recipe(Stage1, tmp_path, steps=100, warmup_steps=300))
 
