@@ -72,8 +72,8 @@ class Training(Recipe):
     out: str = setting("", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
     preset: str = setting("auto", "what decides settings left at 0 or -1; auto: paper on a GPU, laptop on a CPU",
                           "ours: the paper trained on 8 GPUs", ("auto", "laptop", "paper"), how=True, group="first")
-    instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, or a YAML file", "table 6",
-                                reads="instructions", group="first")
+    instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, a YAML file, or the "
+                                "instruction itself", "table 6", reads="instructions", group="first")
     max_length: int = setting(0, "tokens of one text, template and [EOS] included; 0: by preset",
                               "paper: 512; laptop: what 95 % of the pairs need, up to a limit", group="first",
                               bound=">=0")
@@ -312,8 +312,8 @@ class Mine(Recipe):
                           "ours: as `anchor-nb encode` reads them", reads="files", group="first")
     out: str = setting("runs/mined", "folder for the new pairs, the vectors and the report", how=True, group="first")
     negatives: int = setting(3, "hard negatives for each row", "gritlm-re: 1 positive and 3 negatives", group="first")
-    instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, or a YAML file",
-                                "as in training", reads="instructions", group="first")
+    instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, a YAML file, or the "
+                                "instruction itself", "as in training", reads="instructions", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
     percentage: float = setting(95.0, "highest score of a negative, in per cent of the lowest positive's; 0: no limit",
                                 "NV-Retriever: TopK-PercPos 95 %", bound="[0,100]")
@@ -363,8 +363,8 @@ class Evaluate(Recipe):
     out: str = setting("runs/evaluate", "folder of the ledger, the scores of single queries and mteb's results",
                        how=True, group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
-    instructions: str = setting("paper", "paper (table 13, else the task's own), mteb, none, or a YAML file",
-                                "table 13", reads="instructions", group="first")
+    instructions: str = setting("paper", "paper (table 13, else the task's own), mteb, none, a YAML file, or the "
+                                "instruction itself", "table 13", reads="instructions", group="first")
     queries: int = setting(0, "queries kept of each folder; 0: all", "ours: for small machines", group="first")
     documents: int = setting(0, "documents kept of each folder; 0: all", "ours: for small machines", group="first")
     yardsticks: list = setting(["bm25", "minilm"], "scored beside the models: bm25, minilm (all-MiniLM-L6-v2)", "ours",
@@ -438,7 +438,7 @@ class Analyse(Recipe):
 # %% ../../nbs/core/01_recipe.ipynb #69233688
 @dataclass(frozen=True, kw_only=True)
 class Report(Recipe):
-    "Read the results of the other stages and show them next to the paper's."
+    "One page on what the runs of a folder came to, beside the paper's results."
     out: str = setting("runs/evaluate", "folder of the pipeline", how=True, group="first")
     title: str = setting("Anchor embeddings: what this run shows", "title of the report", group="first")
     note: str = setting("", "a sentence to print under the title", group="first")

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 import numpy as np
-from .tables import (PARSING, RowTable, cached_table, check_columns, code_hash, content_hash, find_sources,
-                                   open_table, table_rows)
+from .tables import (PARSING, RowTable, cached_table, check_columns, code_hash, content_hash,
+                                   find_sources, open_table, table_rows)
 
 # %% ../../nbs/data/01_rows.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # field names of the query, in order of preference
