@@ -2,6 +2,7 @@
 
     python nbs/studies/adapt_runs.py foldoc base=minilm exam_queries=200
     python nbs/studies/adapt_runs.py wordnet pairs=no exam_queries=100 # documents only
+    python nbs/studies/adapt_runs.py differences                       # between the systems of each exam
 
 A target is 1,200 texts of a corpus of ours, with the queries of 900 of them as pairs.
 """
@@ -54,4 +55,19 @@ def main(name, *settings):
     print(found["verdict"]["sentence"])
 
 
-if __name__ == "__main__": main(*sys.argv[1:])
+def differences():
+    "All candidates against MiniLM and against each other, over the queries of each exam that is still on this disk."
+    from anchor_nb.evaluation.significance import paired_bootstrap
+    rows = []
+    for step in sorted(Path("runs/adapt").glob("*/adapted-*/steps/exam/step.json")):
+        systems = json.loads(step.read_text(encoding="utf-8"))["facts"]["systems"]
+        names = [name for name in systems if name == "minilm" or name.endswith(" tuned")]
+        for k, first in enumerate(names):
+            for second in names[:k]:
+                found = paired_bootstrap(systems[first]["values"], systems[second]["values"])
+                rows.append(dict(target=step.parts[2], first=first, second=second, difference=100*found.mean,
+                                 low=100*found.low, high=100*found.high))
+    write(Path("nbs/results/adapt/differences.jsonl"), rows)
+
+
+if __name__ == "__main__": differences() if sys.argv[1] == "differences" else main(*sys.argv[1:])
