@@ -2612,6 +2612,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.part_sizes': ( 'release/adapt.html#part_sizes',
                                                                                  'anchor_nb/release/adapt.py'),
+                                         'anchor_nb.release.adapt.passed_over': ( 'release/adapt.html#passed_over',
+                                                                                  'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.prepared': ('release/adapt.html#prepared', 'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.read_lines': ( 'release/adapt.html#read_lines',
                                                                                  'anchor_nb/release/adapt.py'),

@@ -46,7 +46,7 @@ def main(name, *settings):
     found = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
                         out=str(root/f"adapted-{'own' if own else 'made'}"), **values))
     for system in found["systems"].values(): system.pop("values", None)
-    kept = ("verdict", "alone", "systems", "curve", "notes", "seconds", "facts")
+    kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts")
     row = dict(target=name, pairs=own, settings=values, **{field: found[field] for field in kept},
                wall_minutes=round((time.time() - began[0])/60, 1),
                cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=found["fresh"],
