@@ -34,8 +34,8 @@ from ..runs.ledger import read_json, write_json
 from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
-# %% ../../nbs/release/07_adapt.ipynb #e49565d0
-MADE = 2 # raised when a step comes to make something else of the same inputs
+# %% ../../nbs/release/07_adapt.ipynb #4ccda044
+MADE = 3 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -278,7 +278,7 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval) -> dict: # 
             found[label] = facts | dict(base=base, library="anchor_nb")
     return found
 
-# %% ../../nbs/release/07_adapt.ipynb #817d145c
+# %% ../../nbs/release/07_adapt.ipynb #03588c6a
 def systems_of(candidates: dict) -> dict: # label -> `Candidate`
     "What sits the exam: the yardsticks, each base as it is, each candidate."
     there = {label: facts for label, facts in candidates.items() if "why" not in facts}
@@ -309,11 +309,11 @@ def exam_step(candidates: dict, exam: Retrieval, chosen: str) -> dict:
     sheet = sit_exam(exam, systems_of(candidates))
     have = [label for label in ("bm25", "minilm", "minilm + BM25") if label != chosen]
     found = verdict(sheet, chosen, have)
-    alone = chosen.removesuffix(" + BM25")
-    return dict(systems=without_rankings(sheet), verdict=found, alone=verdict(sheet, alone, have),
+    each = {label: verdict(sheet, label, have) for label, facts in candidates.items() if "why" not in facts}
+    return dict(systems=without_rankings(sheet), verdict=found, each=each,
                 **widest(sheet, chosen, found["against"], exam))
 
-# %% ../../nbs/release/07_adapt.ipynb #771dc30c
+# %% ../../nbs/release/07_adapt.ipynb #323d5578
 def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentences
     "What a reader must know of the inputs."
     read, pairs, split = facts["read"], facts["pairs"], facts["split"]
@@ -332,6 +332,14 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
     lines.append(f"Trained on {split['train']:,} pairs, {facts['mine']['negatives']:,} mined negatives; chosen on "
                  f"{split['dev']} queries, judged on {split['exam']}.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
+
+def passed_over(found: dict, dev: int) -> list: # found: of the exam; dev: queries of the development part; -> sentences
+    "Candidates that scored higher in the exam than the one that the development part chose."
+    own, chosen = found["verdict"]["difference"], found["verdict"]["delivered"].removesuffix(" + BM25")
+    return [f"{label} scored {each['difference'] - own:.1f} points higher in the exam than what was chosen "
+            f"({each['low']:+.1f} to {each['high']:+.1f} against {each['against']}). The development part of {dev} "
+            "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
+            for label, each in found["each"].items() if label != chosen and each["difference"] > own]
 
 def parameters_of(model: str) -> int:
     "The weights of a model, by the headers of its files."
@@ -385,7 +393,7 @@ def deliver(recipe: Adapt, steps: Steps, found: dict, candidates: dict, notes: l
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
 
-# %% ../../nbs/release/07_adapt.ipynb #5e216c76
+# %% ../../nbs/release/07_adapt.ipynb #d44885fc
 def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, model, page, seconds
     """Train an embedder on documents and say whether it is better there than what one has.
 
@@ -418,7 +426,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     made, grown = facts["pairs"]["made"], {int(size): score for size, score in curve.items()}
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
-                  advice=advice(grown, made, found["verdict"]),
+                  advice=advice(grown, made, found["verdict"]) + passed_over(found, facts["split"]["dev"]),
                   **found | dict(systems=beside(found["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))
     write_json(Path(recipe.out)/"adapt.json", result)

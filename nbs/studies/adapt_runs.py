@@ -2,6 +2,7 @@
 
     python nbs/studies/adapt_runs.py foldoc base=minilm exam_queries=200
     python nbs/studies/adapt_runs.py wordnet pairs=no exam_queries=100 # documents only
+    python nbs/studies/adapt_runs.py differences                       # between the systems of each exam
 
 A target is 1,200 texts of a corpus of ours, with the queries of 900 of them as pairs.
 """
@@ -45,7 +46,7 @@ def main(name, *settings):
     found = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
                         out=str(root/f"adapted-{'own' if own else 'made'}"), **values))
     for system in found["systems"].values(): system.pop("values", None)
-    kept = ("verdict", "alone", "systems", "curve", "notes", "seconds", "facts")
+    kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts")
     row = dict(target=name, pairs=own, settings=values, **{field: found[field] for field in kept},
                wall_minutes=round((time.time() - began[0])/60, 1),
                cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=found["fresh"],
@@ -54,4 +55,19 @@ def main(name, *settings):
     print(found["verdict"]["sentence"])
 
 
-if __name__ == "__main__": main(*sys.argv[1:])
+def differences():
+    "All candidates against MiniLM and against each other, over the queries of each exam that is still on this disk."
+    from anchor_nb.evaluation.significance import paired_bootstrap
+    rows = []
+    for step in sorted(Path("runs/adapt").glob("*/adapted-*/steps/exam/step.json")):
+        systems = json.loads(step.read_text(encoding="utf-8"))["facts"]["systems"]
+        names = [name for name in systems if name == "minilm" or name.endswith(" tuned")]
+        for k, first in enumerate(names):
+            for second in names[:k]:
+                found = paired_bootstrap(systems[first]["values"], systems[second]["values"])
+                rows.append(dict(target=step.parts[2], first=first, second=second, difference=100*found.mean,
+                                 low=100*found.low, high=100*found.high))
+    write(Path("nbs/results/adapt/differences.jsonl"), rows)
+
+
+if __name__ == "__main__": differences() if sys.argv[1] == "differences" else main(*sys.argv[1:])
