@@ -73,14 +73,19 @@ class OpenvinoEngine:
 # %% ../../nbs/models/09_engines.ipynb #d2241385
 class LlamaEngine:
     "llama.cpp, on the CPU."
-    def __init__(self, file: Path, longest: int, slots: int = 4): # longest: tokens of a text; slots: texts at a time
+    def __init__(self, file: Path, longest: int, pooling: str = "eos", # longest: tokens of a text at most
+                 bidirectional: bool | None = None, slots: int = 1): # slots: texts at a time
         import xllamacpp
+        kinds, attention = xllamacpp.llama_pooling_type, xllamacpp.llama_attention_type
         room, settings = 256*(longest//256 + 1), xllamacpp.CommonParams() # a multiple, longer than any text
         settings.model.path, settings.embedding, settings.n_gpu_layers = str(file), True, 0
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-        settings.n_parallel, settings.n_ctx, settings.n_batch, settings.n_ubatch = slots, slots*room, slots*room, room
-        settings.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_LAST
+        settings.n_parallel, settings.n_ctx, settings.n_batch, settings.n_ubatch = slots, *[slots*room]*3
+        name = dict(eos="LAST", last="LAST", mean="MEAN", first="CLS")[pooling]
+        settings.pooling_type = getattr(kinds, f"LLAMA_POOLING_TYPE_{name}")
+        if bidirectional: settings.attention_type = attention.LLAMA_ATTENTION_TYPE_NON_CAUSAL
         settings.embd_normalize, settings.warmup, settings.verbosity, settings.port = -1, False, -1, 0
+        settings.cache_prompt, settings.cache_ram_mib = False, 0 # a cached beginning would not be pooled
         self.server = xllamacpp.Server(settings)
 
     def __call__(self, rows: list) -> np.ndarray:
@@ -101,7 +106,8 @@ class EngineEmbedder(AnchorEmbedder):
         self.pooling, self.normalize, self.prompts = use["pooling"], use["normalize"], use["prompts"]
         self.precision = next(name for (_, name), place in ENGINE_FILES.items() if file.match(place))
         self.micro_tokens, self.device = micro_tokens or 1024, torch.device("cpu")
-        self.read_from, self.engine = [], ENGINES[backend](file, longest=self.max_seq_length)
+        self.read_from, self.engine = [], ENGINES[backend](file, longest=self.max_seq_length, pooling=self.pooling,
+                                                           bidirectional=use["bidirectional"])
         self.dimension = self.engine([[0]]).shape[1]
 
     def __repr__(self):

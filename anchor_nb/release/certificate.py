@@ -77,7 +77,8 @@ def by_graph(folder: Path, name: str, precision: str, texts: list) -> tuple: # (
 def by_llama(folder: Path, name: str, precision: str, texts: list) -> tuple:
     "llama.cpp, from the text on; what it refuses has no vector."
     facts, (before, behind) = json_or_empty(folder/LAYOUT_FILE), sent_around(folder)
-    engine = LlamaEngine(folder/ENGINE_FILES[name, precision], facts["layout"]["max_length"])
+    engine = LlamaEngine(folder/ENGINE_FILES[name, precision], facts["layout"]["max_length"], facts["pooling"],
+                         facts["bidirectional"])
     def post(text):
         body = json.dumps(dict(content=text, add_special=True, parse_special=True)).encode()
         address = f"{engine.server.listening_address}/tokenize"

@@ -133,8 +133,9 @@ def write_vocabulary(writer, folder: Path, size: int): # writer: a GGUFWriter; s
 
 # %% ../../nbs/release/07_formats.ipynb #e1ef4ae4
 def write_settings(writer, config, facts: dict): # config: of the decoder; facts: of the layout file
-    "Sizes, positions and pooling."
+    "Sizes, positions, pooling and attention."
     from gguf import PoolingType
+    pooling = dict(eos=PoolingType.LAST, last=PoolingType.LAST, mean=PoolingType.MEAN, first=PoolingType.CLS)
     head = getattr(config, "head_dim", None) or config.hidden_size//config.num_attention_heads
     writer.add_context_length(max(config.max_position_embeddings, facts["layout"]["max_length"] + 1))
     writer.add_embedding_length(config.hidden_size)
@@ -146,7 +147,8 @@ def write_settings(writer, config, facts: dict): # config: of the decoder; facts
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_pooling_type(PoolingType.LAST)
+    writer.add_pooling_type(pooling[facts["pooling"]])
+    writer.add_causal_attention(not facts["bidirectional"])
 
 # %% ../../nbs/release/07_formats.ipynb #f659cf72
 ARCHITECTURES = dict(llama="LLAMA", mistral="LLAMA", qwen2="QWEN2", qwen3="QWEN3")
@@ -175,10 +177,9 @@ def write_gguf(folder: Path, file: Path, precision: str): # precision: fp16, int
     from transformers import AutoModel
     model, facts = AutoModel.from_pretrained(folder, dtype=torch.float32), json_or_empty(folder/LAYOUT_FILE)
     kind = model.config.model_type
-    if kind not in ARCHITECTURES or facts["pooling"] not in ("eos", "last") or facts["bidirectional"]:
-        raise ValueError(f"{kind} with pooling={facts['pooling']} and bidirectional={facts['bidirectional']} has no GGUF "
-                         f"here; {', '.join(ARCHITECTURES)} have, with pooling=eos and causal attention. Use "
-                         "--format onnx")
+    if kind not in ARCHITECTURES or facts["pooling"] == "weighted_mean":
+        raise ValueError(f"{kind} with pooling={facts['pooling']} has no GGUF here; {', '.join(ARCHITECTURES)} have, "
+                         "with any pooling but weighted_mean. Use --format onnx")
     architecture, types = gguf.MODEL_ARCH[ARCHITECTURES[kind]], gguf.GGMLQuantizationType
     wanted = dict(fp16=types.F16, int8=types.Q8_0, int4=types.Q4_1)[precision]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])

@@ -51,22 +51,23 @@ def test_every_format_gives_our_vectors(exported, backend, precision):
     with pytest.raises(ValueError, match="holds no weights in torch"): theirs.lm
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_llama_cpp_knows_every_architecture(tmp_path, kind):
-    "Rotations, biases, norms of queries and keys."
+@pytest.mark.parametrize("kind, said", [
+    ("llama", {}), ("qwen2", {}), ("qwen3", dict(pooling="mean")), ("mistral", dict(pooling="first")),
+    ("llama", dict(pooling="mean", bidirectional=True))])
+def test_llama_cpp_knows_every_architecture(tmp_path, kind, said):
+    "Rotations, biases, norms of queries and keys, poolings, and both directions."
     need("gguf")
-    model = checkpoint(tmp_path/"m", kind)
+    model = checkpoint(tmp_path/"m", kind, **said)
     export(model, tmp_path/"out")
     add_formats(tmp_path/"out", ["gguf"])
     theirs = AnchorEmbedder.from_pretrained(tmp_path/"out", backend="gguf").encode(TEXTS)
     assert abs(AnchorEmbedder.from_pretrained(model).encode(TEXTS) - theirs).max() < 3e-3
 
 
-@pytest.mark.parametrize("said", [dict(pooling="mean"), dict(bidirectional=True)])
-def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, said):
+def test_a_gguf_that_llama_cpp_could_not_follow_is_refused(tmp_path):
     pytest.importorskip("gguf")
-    export(checkpoint(tmp_path/"m", **said), tmp_path/"out")
-    with pytest.raises(ValueError, match="with pooling=eos and causal attention"): add_formats(tmp_path/"out", ["gguf"])
+    export(checkpoint(tmp_path/"m", pooling="weighted_mean"), tmp_path/"out")
+    with pytest.raises(ValueError, match="with any pooling but weighted_mean"): add_formats(tmp_path/"out", ["gguf"])
 
 
 def test_scaled_positions_go_into_the_gguf(tmp_path):
