@@ -26,9 +26,13 @@ from .export import LONG, SHORT, sent_around
 from .formats import add_formats
 
 # %% ../../nbs/release/08_certificate.ipynb #9ccc5aab
-ODD = ["Größe, naïve, Ærø, Łódź", "ΑΒΓ — αβγ", "русский текст", "中文文字，两次。", "日本語のテキスト", "한국어 문장", "नमस्ते दुनिया", "مرحبا بالعالم",
-       "שלום עולם", "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 Å", "½ ² ℃ ﬁ", "tabs\tand\n\nlines", "a" + " "*20 + "b", "1808 12345678 3.14 1,000",
-       "don't we'll I'M", "def f(x):\n    return x", "<html>&amp;</html>", "\u200bzero\u200dwidth", "!!! ... ??? ---", "x"]
+ODD = [
+    "Größe, naïve, Ærø, Łódź", "ΑΒΓ — αβγ", "русский текст",
+    "中文文字，两次。", "日本語のテキスト", "한국어 문장",
+    "नमस्ते दुनिया", "مرحبا بالعالم", "שלום עולם",
+    "👩\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 e\u0301 Å", "½ ² ℃ ﬁ", "tabs\tand\n\nlines",
+    "a                    b", "1808 12345678 3.14 1,000", "don't we'll I'M", "def f(x):\n    return x",
+    "<html>&amp;</html>", "\u200bzero\u200dwidth", "!!! ... ??? ---", "x"]
 
 def texts_to_compare(longest: int, count: int = 500) -> list: # longest: tokens that the model takes; -> (kind, text)
     "Texts on which engines differ, the rare kinds first."
@@ -102,7 +106,8 @@ def by_vllm(folder: Path, name: str, precision: str, texts: list) -> tuple:
     "vLLM on a CPU; it refuses long texts, which count as refused."
     from transformers import AutoTokenizer
     from vllm import LLM
-    longest, tokenizer = json_or_empty(folder/LAYOUT_FILE)["layout"]["max_length"], AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    longest = json_or_empty(folder/LAYOUT_FILE)["layout"]["max_length"]
     fit = [number for number, row in enumerate(tokenizer(texts)["input_ids"]) if len(row) <= longest]
     answers = LLM(str(folder), runner="pooling", dtype="float32", enforce_eager=True).embed([texts[n] for n in fit])
     vectors, ids = [None]*len(texts), [None]*len(texts)
@@ -157,7 +162,8 @@ def version_of(engine: str, module: str) -> str: # empty: not installed
     "The version of an engine that can be run here."
     if engine == "transformers.js":
         where = node_modules()
-        return json_or_empty(Path(where)/"node_modules/@huggingface/transformers/package.json")["version"] if where else ""
+        package = Path(where)/"node_modules/@huggingface/transformers/package.json"
+        return json_or_empty(package)["version"] if where else ""
     if not find_spec(module): return ""
     return metadata.version(metadata.packages_distributions()[module][0])
 
@@ -197,8 +203,9 @@ def certify(model: str,        # what was exported
             if not version: row["reason"] = "not installed here"
             elif file and not (folder/file).is_file(): row["reason"] = f"no {file}: export with --format {backend}"
             else:
-                try: row |= compared(*call(folder, backend, precision, [way[1] + way[4] for way in asked]), vectors, ids,
-                                     asked)
+                try:
+                    found = call(folder, backend, precision, [way[1] + way[4] for way in asked])
+                    row |= compared(*found, vectors, ids, asked)
                 except Exception as error: row["reason"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
             rows.append(row)
     write_text(folder/"certificate.json", json.dumps(rows, indent=1) + "\n")
@@ -225,9 +232,9 @@ def as_table(rows: list) -> str: # Markdown
 
 def with_table(card: str, rows: list) -> str:
     "A card with the certificate before its scores."
-    section = (f"{HEADING}\n\nEach engine got the same texts on a CPU: short, long, empty and unicode ones, queries with "
-               "their prompt, documents, and bare texts. Cosine and difference are to the vectors of anchor_nb in fp32, "
-               "over texts with the same token ids.\n\n" + as_table(rows))
+    section = (f"{HEADING}\n\nEach engine got the same texts on a CPU: short, long, empty and unicode ones, queries "
+               "with their prompt, documents, and bare texts. Cosine and difference are to the vectors of anchor_nb in "
+               "fp32, over texts with the same token ids.\n\n" + as_table(rows))
     return card.replace("\n## Scores\n", f"\n{section}\n\n## Scores\n", 1)
 
 # %% ../../nbs/release/08_certificate.ipynb #8b53b7e2

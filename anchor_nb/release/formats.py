@@ -6,7 +6,6 @@
 __all__ = ['add_formats']
 
 # %% ../../nbs/release/07_formats.ipynb #e5f2578e
-import json
 import warnings
 from pathlib import Path
 import numpy as np
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from ..core.files import saving
 from ..data.prompts import LAYOUT_FILE, Layout, around
-from ..models.engines import ENGINE_FILES, engine_file
+from ..models.engines import ENGINE_FILES
 from ..models.loading import json_or_empty
 
 # %% ../../nbs/release/07_formats.ipynb #924bc456
@@ -103,8 +102,8 @@ def family_of(raw: dict) -> str: # raw: of tokenizer.json
         if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits"): return "smollm"
         pattern = parts[0].get("pattern", {}).get("Regex")
         if kinds == ["Split", "ByteLevel"] and pattern in SPLITS: return SPLITS[pattern]
-    raise ValueError(f"this tokenizer ({raw['model']['type']}, {' then '.join(map(str, kinds))}) has no GGUF here; those "
-                     "of Llama 3, Qwen and SmolLM have. Use llama.cpp's own converter, and compare ids and vectors")
+    raise ValueError(f"this tokenizer ({raw['model']['type']}, {' then '.join(map(str, kinds))}) has no GGUF here; "
+                     "those of Llama 3, Qwen and SmolLM have. Use llama.cpp's own converter, and compare the vectors")
 
 # %% ../../nbs/release/07_formats.ipynb #b1161d43
 def write_vocabulary(writer, folder: Path, size: int): # writer: a GGUFWriter; size: rows of the embedding

@@ -2,9 +2,9 @@
 
     python nbs/benchmarks/where.py MODEL FOLDER [--task LocalVerbRetrieval] [--documents 600] [--queries 300]
 
-FOLDER is what `anchor-nb export MODEL FOLDER --format onnx --format openvino --format gguf` wrote. All ways take turns in
-one process, on the threads that OMP_NUM_THREADS allows; the time is that of the process on the CPU, so that other work on
-the machine counts as little as it can. A row for each way goes to nbs/benchmarks/results/where.jsonl.
+FOLDER is what `anchor-nb export MODEL FOLDER --format onnx --format openvino --format gguf` wrote. All ways take turns
+in one process, on the threads that OMP_NUM_THREADS allows; the time is that of the process on the CPU, so that other
+work on the machine counts as little as it can. A row for each way goes to nbs/benchmarks/results/where.jsonl.
 """
 import argparse
 import math
@@ -14,12 +14,20 @@ from pathlib import Path
 import numpy as np
 
 from anchor_nb.data.packages import cache_dir
-from anchor_nb.data.retrieval_sets import read_retrieval, subset
+from anchor_nb.data.retrieval_sets import Retrieval, subset
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.engines import ENGINE_FILES
-from anchor_nb.runs.ledger import append_rows
+from anchor_nb.runs.ledger import append_rows, read_rows
 from anchor_nb.runs.manifest import now
 from anchor_nb.runs.provenance import code_version, machine
+
+
+def local_task(name: str) -> Retrieval:
+    "A retrieval task of the local suite, which `anchor-nb evaluate` has built."
+    corpus, queries, qrels = (read_rows(cache_dir()/"local"/name/f"{part}.jsonl") for part in ("corpus", "queries",
+                                                                                               "qrels"))
+    return Retrieval(name, "", {row["_id"]: row["text"] for row in corpus}, {row["_id"]: row["text"] for row in queries},
+                     {row["query-id"]: {row["corpus-id"]: row["score"]} for row in qrels})
 
 
 def ndcg(queries: np.ndarray, documents: np.ndarray, wanted: list) -> float: # wanted: the one document of each query
@@ -48,7 +56,7 @@ def ways_of(model: str, folder: Path, settings: dict) -> dict: # (backend, preci
 
 def measure(model: str, folder: Path, task: str, documents: int, queries: int, rounds: int = 2, **settings) -> list:
     "Rows: nDCG@10, cosine with ours in fp32, bytes, and CPU seconds of ours over theirs."
-    retrieval = subset(read_retrieval(cache_dir()/"local"/task), queries, documents, 0)
+    retrieval = subset(local_task(task), queries, documents, 0)
     corpus, asked = list(retrieval.corpus.items()), list(retrieval.queries.items())
     place = {name: number for number, (name, _) in enumerate(corpus)}
     wanted = [place[next(iter(retrieval.qrels[name]))] for name, _ in asked]
