@@ -179,20 +179,24 @@ ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert")
 GGUF_BARE = ("LlamaModel", "Qwen2Model", "BertModel", "RobertaModel", "XLMRobertaModel") # read without a head
 COMPARED, BY_RULES, NOT_READ = "yes, loaded and compared in this export", "by its rules, not run", "no"
 
-def gguf_note(out: Path, facts: dict, encoder: bool) -> str:
-    "How to call llama.cpp's converter and server, and what to send."
+def sent_around(out: Path) -> tuple: # (before, behind)
+    "What a client of llama.cpp writes around a text: all of the template but its first and last token."
     from transformers import AutoTokenizer
-    mode = f"--pooling {dict(eos='last', first='cls').get(facts['pooling'], facts['pooling'])}"
-    if encoder: return mode
-    tokenizer, model = AutoTokenizer.from_pretrained(out), json_or_empty(out/"tokenizer.json")["model"]
+    tokenizer = AutoTokenizer.from_pretrained(out)
     ids, text = tokenizer("x")["input_ids"], tokenizer("x", add_special_tokens=False)["input_ids"]
     place = ids.index(text[-1])
-    head, tail = tokenizer.decode(ids[tokenizer.bos_token_id == ids[0]:place]), tokenizer.decode(ids[place + 1:-1])
+    return tokenizer.decode(ids[tokenizer.bos_token_id == ids[0]:place]), tokenizer.decode(ids[place + 1:-1])
+
+def gguf_note(out: Path, facts: dict, encoder: bool) -> str:
+    "How to call llama.cpp's converter and server, and what to send."
+    mode = f"--pooling {dict(eos='last', first='cls').get(facts['pooling'], facts['pooling'])}"
+    if encoder: return mode
+    (head, tail), model = sent_around(out), json_or_empty(out/"tokenizer.json")["model"]
     hashed = model["type"] == "BPE" and not model.get("byte_fallback")
     return "".join([mode, " --attention non-causal"*facts["bidirectional"],
                     f"; put {head!r} before every text"*bool(head), f"; put {tail!r} after it"*bool(tail),
-                    "; its converter identifies a tokenizer by a hash that [EOS] changes: convert with the base's "
-                    "tokenizer.json, and run with --override-kv tokenizer.ggml.add_eos_token=bool:true"*hashed])
+                    "; its converter identifies a tokenizer by a hash that [EOS] changes: write the file with "
+                    "`anchor-nb export --format gguf` instead"*hashed])
 
 def cannot_read(config: dict, facts: dict, adapter: bool) -> dict: # library -> reason; empty: it can
     "Why a server cannot read an exported folder."

@@ -22,7 +22,8 @@ MODEL_FILES = ("model.safetensors", SHARD, "adapter_model.safetensors", "model.s
                "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                "additional_chat_templates/*.jinja", "modules.json", "1_Pooling/config.json",
                "sentence_bert_config.json", "config_sentence_transformers.json", "anchor_nb.json", "README.md",
-               "LICENSE", "NOTICE")
+               "LICENSE", "NOTICE", "certificate.json", "onnx/*.onnx", "onnx/*.onnx_data", "openvino/*.xml",
+               "openvino/*.bin", "gguf/*.gguf")
 
 def files_of(folder: Path) -> tuple: # (paths to send, names left out), both relative to the folder
     "The files of a folder that make up a model, and all others; a folder that is left out whole is one name."
@@ -59,6 +60,8 @@ def text_of(file: Path) -> str:
     "The text of a file, of weights their names and metadata; ValueError when it cannot be read."
     from safetensors import SafetensorError, safe_open
     if file.suffix == ".model": return file.read_bytes().decode("latin-1") # of sentencepiece
+    if file.suffix in (".onnx", ".onnx_data", ".gguf", ".bin"): # all names come before the weights
+        with file.open("rb") as start: return start.read(2**25).decode("latin-1")
     if file.suffix != ".safetensors": return file.read_text(encoding="utf-8")
     try:
         with safe_open(file, "numpy") as weights: return json.dumps([weights.metadata(), list(weights.keys())])

@@ -37,7 +37,7 @@ TUTORIALS = ["five_thousand", "quickstart", "own_data", "anchor", "village", "se
              "relatives", "cost", "survival", "cluster"]
 STAGES = ["adapt", "prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
 BEFORE = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES),
-          "pages": ("Results and reference", ["results", "speed", "methods", "commands"])}
+          "pages": ("Results and reference", ["results", "speed", "where_to_run", "methods", "commands"])}
 AFTER = {"studies": ("Studies", []), "benchmarks": ("Benchmarks", []), "paper": ("The paper", [])}
 PAPERS = {"CHANGELOG": "Changes", "CONTRIBUTING": "Contributing"} # Markdown files of the repository that become pages
 

@@ -1,0 +1,138 @@
+"Other engines give our vectors: each format in each precision, architectures, refusals, and the certificate."
+import importlib.util
+import json
+import re
+
+import numpy as np
+import pytest
+
+from anchor_nb.models.embedder import AnchorEmbedder
+from anchor_nb.models.engines import ENGINE_FILES
+from anchor_nb.release.certificate import as_table, certify, export_everywhere, with_table
+from anchor_nb.release.export import LONG, SHORT, export
+from anchor_nb.release.formats import add_formats
+from anchor_nb.release.hub import files_of
+from test_export import checkpoint
+
+NEEDS = dict(onnx=("onnxruntime", "onnx", "onnxscript"), openvino=("openvino", "nncf"), gguf=("xllamacpp", "gguf"))
+TEXTS = [*SHORT, LONG*60, "x", "naïve 文字 👩‍👧 1808 3.14"]
+# largest difference of one number, least cosine: rounding of sums; of f16 weights; of int8 and int4 weights of 64 rows
+ALLOWED = {("onnx", "fp32"): (1e-5, 0.99999), ("openvino", "fp32"): (1e-5, 0.99999), ("gguf", "fp16"): (2e-3, 0.9999),
+           ("onnx", "int8"): (0.05, 0.995), ("openvino", "int8"): (0.05, 0.995), ("gguf", "int8"): (0.05, 0.998),
+           ("gguf", "int4"): (0.3, 0.93)}
+
+
+def need(backend):
+    missing = [name for name in NEEDS[backend] if not importlib.util.find_spec(name)]
+    if missing: pytest.skip(f"{', '.join(missing)} not installed: pip install anchor_nb[{backend}]")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    "The tiny model in every format whose library is here."
+    folder = tmp_path_factory.mktemp("formats")/"tiny"
+    export("tiny", folder, query="Find the passage")
+    add_formats(folder, [name for name, modules in NEEDS.items() if all(map(importlib.util.find_spec, modules))])
+    return folder
+
+
+@pytest.mark.parametrize("backend, precision", list(ENGINE_FILES))
+def test_every_format_gives_our_vectors(exported, backend, precision):
+    "Queries, documents, truncated texts and shortened vectors, in fp32 and smaller."
+    need(backend)
+    ours = AnchorEmbedder.from_pretrained("tiny")
+    theirs = AnchorEmbedder.from_pretrained(exported, backend=backend, precision=precision)
+    largest, cosine = ALLOWED[backend, precision]
+    for a, b in ((ours.encode_query(TEXTS, "Find the passage"), theirs.encode_query(TEXTS)),
+                 (ours.encode_document(TEXTS), theirs.encode_document(TEXTS, batch_size=2)),
+                 (ours.encode(TEXTS, truncate_dim=16), theirs.encode(TEXTS, truncate_dim=16))):
+        assert abs(a - b).max() < largest*(1 + (a.shape[1] == 16)) and (a*b).sum(1).min() > 1 - 3*(1 - cosine)
+    assert theirs.encode([]).shape == (0, 64) and theirs.encode("a cat").shape == (64,)
+    with pytest.raises(ValueError, match="holds no weights in torch"): theirs.lm
+
+
+@pytest.mark.parametrize("kind, said", [
+    ("llama", {}), ("qwen2", {}), ("qwen3", dict(pooling="mean")), ("mistral", dict(pooling="first")),
+    ("llama", dict(pooling="mean", bidirectional=True))])
+def test_llama_cpp_knows_every_architecture(tmp_path, kind, said):
+    "Rotations, biases, norms of queries and keys, poolings, and both directions."
+    need("gguf")
+    model = checkpoint(tmp_path/"m", kind, **said)
+    export(model, tmp_path/"out")
+    add_formats(tmp_path/"out", ["gguf"])
+    theirs = AnchorEmbedder.from_pretrained(tmp_path/"out", backend="gguf").encode(TEXTS)
+    assert abs(AnchorEmbedder.from_pretrained(model).encode(TEXTS) - theirs).max() < 3e-3
+
+
+def test_a_gguf_that_llama_cpp_could_not_follow_is_refused(tmp_path):
+    pytest.importorskip("gguf")
+    export(checkpoint(tmp_path/"m", pooling="weighted_mean"), tmp_path/"out")
+    with pytest.raises(ValueError, match="with any pooling but weighted_mean"): add_formats(tmp_path/"out", ["gguf"])
+
+
+def test_scaled_positions_go_into_the_gguf(tmp_path):
+    "Llama 3.1 and 3.2 stretch their positions; llama.cpp gets the factors."
+    need("gguf")
+    rope = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=64)
+    model = checkpoint(tmp_path/"m", rope_parameters=rope)
+    export(model, tmp_path/"out")
+    add_formats(tmp_path/"out", ["gguf"])
+    theirs = AnchorEmbedder.from_pretrained(tmp_path/"out", backend="gguf").encode(TEXTS)
+    assert abs(AnchorEmbedder.from_pretrained(model).encode(TEXTS) - theirs).max() < 3e-3
+
+
+def test_what_a_file_cannot_do_is_said_before_anything_is_loaded(exported, tmp_path):
+    for words, message in ((dict(backend="onnx", pooling="mean"), "pooling cannot be changed in a file"),
+                           (dict(backend="onnx", precision="bf16"), "choose auto or fp32, int8"),
+                           (dict(backend="tensorrt"), "choose torch, onnx, openvino or gguf"),
+                           (dict(precision="int4"), "int4")):
+        with pytest.raises((ValueError, KeyError), match=message): AnchorEmbedder.from_pretrained(exported, **words)
+    with pytest.raises(FileNotFoundError, match="write it with `anchor-nb export MODEL OUT --format onnx`"):
+        AnchorEmbedder.from_pretrained("tiny", backend="onnx")
+    with pytest.raises(ValueError, match="choose onnx, openvino or gguf"): add_formats(exported, ["onnx", "tflite"])
+    assert files_of(exported)[1] == []
+
+
+def test_int8_in_torch_stays_close():
+    pytest.importorskip("torchao", reason="torchao not installed: pip install anchor_nb[int8]")
+    ours, int8 = (AnchorEmbedder.from_pretrained("tiny", precision=name, device="cpu") for name in ("fp32", "int8"))
+    assert 0.99 < (ours.encode(TEXTS)*int8.encode(TEXTS)).sum(1).min() < 1 - 1e-7
+
+
+def test_the_certificate_notices_another_model(exported):
+    "Equal to the model it was made of, and unlike another; engines that are not here are not run."
+    same = certify("tiny", exported, 30, ["sentence-transformers", "vLLM"])
+    assert same[0]["largest"] < 1e-5 and same[0]["refused"] == 0 and same[0]["texts"] == 30
+    assert json.loads((exported/"certificate.json").read_text()) == same
+    if not importlib.util.find_spec("vllm"): assert "not run: not installed here" in as_table(same)
+    assert "### The same vector" in with_table("# x\n\n## Scores\n", same)
+
+
+def test_another_model_is_noticed(exported, tmp_path):
+    other = checkpoint(tmp_path/"m")
+    export(other, tmp_path/"out", query="Find the passage")
+    (tmp_path/"out/model.safetensors").unlink()
+    torch_weights = checkpoint(tmp_path/"n", attention_bias=False, rms_norm_eps=0.1)
+    (tmp_path/"n/model.safetensors").rename(tmp_path/"out/model.safetensors")
+    config = json.loads((tmp_path/"out/config.json").read_text()) | dict(rms_norm_eps=0.1)
+    (tmp_path/"out/config.json").write_text(json.dumps(config))
+    row = certify(other, tmp_path/"out", 30, ["sentence-transformers"])[0]
+    assert torch_weights and row["largest"] > 1e-3
+
+
+def test_llama_cpp_is_given_texts_and_says_its_ids(exported):
+    "Only texts that spell special tokens differ, which llama.cpp takes for the tokens; long texts are refused."
+    need("gguf")
+    rows = certify("tiny", exported, 60, ["llama.cpp"])
+    assert [row["precision"] for row in rows] == ["fp16", "int8", "int4"]
+    assert rows[0]["largest"] < 2e-3 and rows[0]["other_kinds"] == ["special"]
+    assert rows[0]["refused_kinds"] == ["long"]
+
+
+def test_the_card_carries_the_table(tmp_path):
+    result = export_everywhere("tiny", tmp_path/"out", servers=True)
+    card = (tmp_path/"out/README.md").read_text()
+    assert re.search(r"\| sentence-transformers [\d.]+ \| fp32 \| \d+ \| 1\.000000 \|", card)
+    assert card.index("### The same vector") < card.index("## Scores") and len(result["certificate"]) > 9
+    assert np.isclose(result["certificate"][0]["cosine"], 1)
