@@ -126,22 +126,28 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
            dtype: option(str, "float32, bfloat16 or float16; default: as stored") = "",
            query: option(str, "the instruction of encode_query, or the name of one of training's") = "",
            truncation: option(str, "keep_eos exports a model that was trained with cut_eos") = "",
+           formats: option(list[str], "onnx, openvino or gguf, each in full precision and int8; repeat for several",
+                           "--format") = [],
+           servers: option(bool, "with --check: compare every installed engine on 500 texts, and put the table into "
+                                 "the card", "--servers") = False,
            ledger: Ledger = "", name: Name = "", license: License = "", licences: Licences = [],
            parameter: option(list[str], "pooling, max_length, bidirectional or kind, where the checkpoint does not "
                                         "say", "-p", "--parameter", metavar="NAME=VALUE") = [],
            as_json: AsJson = False):
     "A folder for sentence-transformers, and by their rules vLLM, TEI and llama.cpp, with its card."
-    from anchor_nb.release.card import export_with_card
+    from anchor_nb.release.certificate import as_table, export_everywhere
     with answering(as_json) as answer:
-        result = export_with_card(model, out, ledger, name=name, license=license, licences=read_pairs(licences),
-                                 check=check, adapter=adapter, head=head, dtype=dtype, query=query,
-                                 truncation=truncation, **load_options(parameter))
+        result = export_everywhere(model, out, formats, servers and check, ledger=ledger, name=name, license=license,
+                                   licences=read_pairs(licences), check=check, adapter=adapter, head=head, dtype=dtype,
+                                   query=query, truncation=truncation, **load_options(parameter))
         lines = [f"{result['bytes']/1e6:.1f} MB in {out}: {result['dimension']} numbers a text, {result['dtype']}"]
         if check:
             verdict = "the same vectors" if result["checked"]["same"] else "OTHER vectors"
             lines += [f"sentence-transformers gives {verdict}, {result['checked']['largest']:.1g} apart at most"]
         for library, known in result["readers"].items():
             lines.append("; ".join(filter(None, [f"{library}: {known['reads']}", known["note"]])))
+        lines += [f"{size/1e6:.1f} MB in {file}" for file, size in result.get("files", {}).items()]
+        if "certificate" in result: lines += as_table(result["certificate"]).splitlines()
         answer(result, *lines, f"the card: {result['card']}")
     if check and not result["checked"]["same"]:
         raise typer.Exit(1)

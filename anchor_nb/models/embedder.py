@@ -11,6 +11,7 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Iterable, Literal, Required, Self, TypedDict, Unpack, overload
 import numpy as np
@@ -359,9 +360,15 @@ def on_disk(sources: tuple) -> list: # the system's metadata of each file
 # %% ../../nbs/models/08_embedder.ipynb #e76c6881
 Pooling = Literal["", "eos", "mean", "weighted_mean", "first", "last", "content_mean", "content_weighted_mean",
                   "rest_mean", "rest_weighted_mean", "echo_last", "echo_mean", "echo", "tokens"]
+WeightPrecision = Literal["auto", "fp32", "bf16", "fp64", "fp16", "int8", "int4"]
+Backend = Literal["torch", "onnx", "openvino", "gguf"]
 Kind = Literal["", "anchor_nb", "llm2vec", "gritlm", "gritlm-re", "sentence-transformers", "plain"]
 Attention = Literal["auto", "packed_sdpa", "packed_varlen", "flash_attention_2", "flash_attention_3",
                     "flash_attention_4"]
+
+def engines(): # -> the module `models.engines`, which builds on this one
+    "What computes vectors without torch, loaded when first asked for."
+    return import_module("anchor_nb.models.engines")
 
 def usable_device(device: str | torch.device) -> torch.device:
     "A device of this machine; ValueError for any other."
@@ -377,9 +384,9 @@ class Pretrained(RoleEncoder):
     "An embedder that is loaded by name."
     @classmethod
     def from_pretrained(cls, path: str | Path, pooling: Pooling = "", max_length: int = 0,
-                        attention: Attention = "auto", precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto",
+                        attention: Attention = "auto", precision: WeightPrecision = "auto",
                         device: str | torch.device = "", micro_tokens: int = 0, bidirectional: bool | None = None,
-                        kind: Kind = "", adapter: str = "") -> Self:
+                        kind: Kind = "", adapter: str = "", backend: Backend = "torch") -> Self:
         """Load the model of a stage, a snapshot, another library or the hub.
 
         Args:
@@ -388,28 +395,37 @@ class Pretrained(RoleEncoder):
             max_length: maximum tokens of a text with its template; the rest is cut. 0: what the checkpoint says, else
                 512.
             attention: implementation. auto: the fastest that the device has.
-            precision: of the weights. auto: bf16 on a GPU, fp32 on a CPU.
+            precision: of the weights: fp32, bf16, fp64 or, on a CPU, int8, which loses a little; other backends have
+                fp16 and int4 too. auto: bf16 on a GPU, fp32 on a CPU, and the most precise file of another backend.
             device: such as "cpu" or "cuda:1". Empty: the GPU if there is one.
             micro_tokens: tokens in a packed batch, which bounds memory. 0: 16384 on a GPU, 1024 on a CPU.
             bidirectional: attention over the whole text. None: what the checkpoint says.
             kind: the library that wrote the folder. Empty: detected from its files.
             adapter: another adapter on top, as in LLM2Vec (supervised on MNTP).
+            backend: torch, or the engine of an exported file, on the CPU: onnx, openvino or gguf (llama.cpp).
 
         Raises:
             FileNotFoundError: no such folder, or a run without a finished model.
             ValueError: a device that is not there, or a setting that cannot be.
         """
+        if backend != "torch":
+            fixed = dict(pooling=pooling, attention=attention, device=str(device), bidirectional=bidirectional,
+                         kind=kind, adapter=adapter)
+            return engines().load_engine(str(path), backend, precision, max_length, micro_tokens, fixed)
         place = usable_device(device or ("cuda" if on_gpu() else "cpu"))
+        if precision == "int8" and place.type != "cpu":
+            raise ValueError("precision=int8 runs on a CPU here; give device='cpu', or leave precision out for bf16")
         sources, tokenizer, use = use_of(str(path), pooling, max_length, bidirectional, kind, adapter)
         gpu = place.type == "cuda"
         dtype = {"auto": "pure_bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32",
-                 "bf16": "pure_bf16"}.get(precision, precision)
+                 "bf16": "pure_bf16", "int8": "fp32"}.get(precision, precision)
         # a GPU that is present but not requested must not decide
         chosen = "packed_sdpa" if attention == "auto" and not gpu else attention
         vocabulary = len(tokenizer) if use["layout"].pooling_tokens else 0
         lm = load_weights(sources[-1], attention=chosen, precision=dtype, head=False,
                           bidirectional=use["bidirectional"], vocabulary=vocabulary)
         if adapter: lm = attach_adapter(lm, sources[0])
+        if precision == "int8": lm = engines().int8_linears(lm)
         embedder = cls(lm.to(place), Formatter(tokenizer, use["layout"]), use["pooling"], micro_tokens, use["prompts"],
                        use["normalize"], sources)
         embedder.name = f"{path} + {adapter}" if adapter else str(path)
@@ -498,12 +514,12 @@ def encode_texts(embedder: AnchorEmbedder, texts: list, # strings
             if batch_size:
                 pieces = [piece[k:k + batch_size] for piece in pieces for k in range(0, len(piece), batch_size)]
             for piece in pieces:
-                done.append(encode_packed(embedder, [tokens[n] for n in piece], size, normalize))
+                done.append(embedder.of_tokens([tokens[n] for n in piece], size, normalize))
                 bar.update(len(piece))
             vectors[part.start + np.concatenate(pieces)] = torch.cat(done).cpu().numpy()
     return vectors
 
-AnchorEmbedder.vectors = encode_texts
+AnchorEmbedder.vectors, AnchorEmbedder.of_tokens = encode_texts, encode_packed
 
 # %% ../../nbs/models/08_embedder.ipynb #a6347a2a
 def to_device(embedder: AnchorEmbedder, device: str) -> AnchorEmbedder:
