@@ -187,4 +187,5 @@ def cost(model="tiny", steps=400):
                             per_cent=round(100*measuring/(measuring + stepping), 2)))
 
 
-if __name__ == "__main__": {"data": data, "cram": cram, "arm": arm, "say": say, "cost": cost}[sys.argv[1]](*sys.argv[2:])
+WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost)
+if __name__ == "__main__": WHAT[sys.argv[1]](*sys.argv[2:])
