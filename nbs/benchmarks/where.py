@@ -26,7 +26,8 @@ def local_task(name: str) -> Retrieval:
     "A retrieval task of the local suite, which `anchor-nb evaluate` has built."
     corpus, queries, qrels = (read_rows(cache_dir()/"local"/name/f"{part}.jsonl") for part in ("corpus", "queries",
                                                                                                "qrels"))
-    return Retrieval(name, "", {row["_id"]: row["text"] for row in corpus}, {row["_id"]: row["text"] for row in queries},
+    texts = [{row["_id"]: row["text"] for row in rows} for rows in (corpus, queries)]
+    return Retrieval(name, "", *texts,
                      {row["query-id"]: {row["corpus-id"]: row["score"]} for row in qrels})
 
 
