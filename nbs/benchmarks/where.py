@@ -44,7 +44,9 @@ def ways_of(model: str, folder: Path, settings: dict) -> dict: # (backend, preci
     for precision in ("fp32", "bf16", "int8"):
         try: embedder = AnchorEmbedder.from_pretrained(model, precision=precision, device="cpu", **settings)
         except ModuleNotFoundError as error: print(f"torch {precision}: {error}")
-        else: found["torch", precision] = embedder, sum(w.nbytes for w in embedder.lm.parameters())
+        else: # torchao's tensors do not say how large they are
+            size = None if precision == "int8" else sum(w.nbytes for w in embedder.lm.parameters())
+            found["torch", precision] = embedder, size
     for (backend, precision), name in ENGINE_FILES.items():
         if not (file := folder/name).is_file(): continue
         try: embedder = AnchorEmbedder.from_pretrained(folder, backend=backend, precision=precision,
@@ -90,6 +92,6 @@ if __name__ == "__main__":
     extra = {name: value for name, value in dict(pooling=given.pooling, max_length=given.max_length).items() if value}
     found = measure(given.model, given.folder, given.task, given.documents, given.queries, **extra)
     for row in found:
-        print(f"{row['backend']:9} {row['precision']:5} {row['bytes']/1e6:7.1f} MB  nDCG@10 {row['ndcg_at_10']:.4f}  "
+        print(f"{row['backend']:9} {row['precision']:5} {(row['bytes'] or 0)/1e6:7.1f} MB  nDCG@10 {row['ndcg_at_10']:.4f}  "
               f"cosine {row['cosine']:.5f}  CPU time 1/{row['speed']:.2f}")
     append_rows(Path(__file__).parent/"results/where.jsonl", found)
