@@ -92,6 +92,6 @@ if __name__ == "__main__":
     extra = {name: value for name, value in dict(pooling=given.pooling, max_length=given.max_length).items() if value}
     found = measure(given.model, given.folder, given.task, given.documents, given.queries, **extra)
     for row in found:
-        print(f"{row['backend']:9} {row['precision']:5} {(row['bytes'] or 0)/1e6:7.1f} MB  nDCG@10 {row['ndcg_at_10']:.4f}  "
-              f"cosine {row['cosine']:.5f}  CPU time 1/{row['speed']:.2f}")
+        print(f"{row['backend']:9} {row['precision']:5} {(row['bytes'] or 0)/1e6:7.1f} MB  "
+              f"nDCG@10 {row['ndcg_at_10']:.4f}  cosine {row['cosine']:.5f}  CPU time 1/{row['speed']:.2f}")
     append_rows(Path(__file__).parent/"results/where.jsonl", found)
