@@ -26,7 +26,8 @@ def local_task(name: str) -> Retrieval:
     "A retrieval task of the local suite, which `anchor-nb evaluate` has built."
     corpus, queries, qrels = (read_rows(cache_dir()/"local"/name/f"{part}.jsonl") for part in ("corpus", "queries",
                                                                                                "qrels"))
-    return Retrieval(name, "", {row["_id"]: row["text"] for row in corpus}, {row["_id"]: row["text"] for row in queries},
+    texts = [{row["_id"]: row["text"] for row in rows} for rows in (corpus, queries)]
+    return Retrieval(name, "", *texts,
                      {row["query-id"]: {row["corpus-id"]: row["score"]} for row in qrels})
 
 
@@ -43,7 +44,9 @@ def ways_of(model: str, folder: Path, settings: dict) -> dict: # (backend, preci
     for precision in ("fp32", "bf16", "int8"):
         try: embedder = AnchorEmbedder.from_pretrained(model, precision=precision, device="cpu", **settings)
         except ModuleNotFoundError as error: print(f"torch {precision}: {error}")
-        else: found["torch", precision] = embedder, sum(w.nbytes for w in embedder.lm.parameters())
+        else: # torchao's tensors do not say how large they are
+            size = None if precision == "int8" else sum(w.nbytes for w in embedder.lm.parameters())
+            found["torch", precision] = embedder, size
     for (backend, precision), name in ENGINE_FILES.items():
         if not (file := folder/name).is_file(): continue
         try: embedder = AnchorEmbedder.from_pretrained(folder, backend=backend, precision=precision,
@@ -89,6 +92,6 @@ if __name__ == "__main__":
     extra = {name: value for name, value in dict(pooling=given.pooling, max_length=given.max_length).items() if value}
     found = measure(given.model, given.folder, given.task, given.documents, given.queries, **extra)
     for row in found:
-        print(f"{row['backend']:9} {row['precision']:5} {row['bytes']/1e6:7.1f} MB  nDCG@10 {row['ndcg_at_10']:.4f}  "
-              f"cosine {row['cosine']:.5f}  CPU time 1/{row['speed']:.2f}")
+        print(f"{row['backend']:9} {row['precision']:5} {(row['bytes'] or 0)/1e6:7.1f} MB  "
+              f"nDCG@10 {row['ndcg_at_10']:.4f}  cosine {row['cosine']:.5f}  CPU time 1/{row['speed']:.2f}")
     append_rows(Path(__file__).parent/"results/where.jsonl", found)
