@@ -137,7 +137,9 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
     "A folder for sentence-transformers, and by their rules vLLM, TEI and llama.cpp, with its card."
     from anchor_nb.release.certificate import as_table, export_everywhere
     with answering(as_json) as answer:
-        result = export_everywhere(model, out, formats, servers and check, ledger=ledger, name=name, license=license,
+        if servers and not check:
+            raise ValueError("--servers compares what --check compares; give both")
+        result = export_everywhere(model, out, formats, servers, ledger=ledger, name=name, license=license,
                                    licences=read_pairs(licences), check=check, adapter=adapter, head=head, dtype=dtype,
                                    query=query, truncation=truncation, **load_options(parameter))
         lines = [f"{result['bytes']/1e6:.1f} MB in {out}: {result['dimension']} numbers a text, {result['dtype']}"]
@@ -152,6 +154,7 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
     if check and not result["checked"]["same"]:
         raise typer.Exit(1)
 
+# %% ../../nbs/cli/05_models.ipynb #664f9170
 @app.command("card", rich_help_panel=USE)
 def card(model: Model, ledger: Ledger = "", name: Name = "", license: License = "", licences: Licences = []):
     "The model card: recipe, data with licences, scores beside the paper's, use, limits."

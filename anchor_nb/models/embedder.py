@@ -514,12 +514,12 @@ def encode_texts(embedder: AnchorEmbedder, texts: list, # strings
             if batch_size:
                 pieces = [piece[k:k + batch_size] for piece in pieces for k in range(0, len(piece), batch_size)]
             for piece in pieces:
-                done.append(embedder.of_tokens([tokens[n] for n in piece], size, normalize))
+                done.append(embedder._of_tokens([tokens[n] for n in piece], size, normalize))
                 bar.update(len(piece))
             vectors[part.start + np.concatenate(pieces)] = torch.cat(done).cpu().numpy()
     return vectors
 
-AnchorEmbedder.vectors, AnchorEmbedder.of_tokens = encode_texts, encode_packed
+AnchorEmbedder.vectors, AnchorEmbedder._of_tokens = encode_texts, encode_packed
 
 # %% ../../nbs/models/08_embedder.ipynb #a6347a2a
 def to_device(embedder: AnchorEmbedder, device: str) -> AnchorEmbedder:

@@ -119,7 +119,7 @@ class EngineEmbedder(AnchorEmbedder):
         raise ValueError(f"this embedder runs on backend={self.backend}, which holds no weights in torch; load it with "
                          "backend='torch' for this")
 
-    def of_tokens(self, texts: list, size: int | None = None, normalize: bool | None = None) -> torch.Tensor:
+    def _of_tokens(self, texts: list, size: int | None = None, normalize: bool | None = None) -> torch.Tensor:
         "The vectors of a batch."
         vectors = torch.from_numpy(self.engine([text.ids for text in texts]).copy())[:, :size]
         return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors
