@@ -203,7 +203,8 @@ def stubbed(monkeypatch, tmp_path):
     stub("cli.doctor.checks", [])
     stub("inference.corpus_encoding.encode_corpus",
          dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
-    stub("release.card.export_with_card", dict(bytes=8, dimension=4, dtype="float32", card="out/README.md", readers={}))
+    stub("release.certificate.export_everywhere",
+         dict(bytes=8, dimension=4, dtype="float32", card="out/README.md", readers={}))
     stub("inference.filtering.filter_pairs", {"a": facts})
     stub("experiments.hello.first_look", dict(passages=["a: b"], questions=["who?"], cosines={"tiny": numpy.eye(1)}))
     stub("release.merging.merge_models", dict(tensors=5, bytes=8))

@@ -65,7 +65,7 @@ def shown_by(cell):
 
 def test_the_folders_of_the_page_are_found():
     assert FOLDERS == ["results/demo", "results/demo-rounding", "results/experiment", "results/experiment/local",
-                       "results/local"]
+                       "results/five_thousand", "results/local"]
     assert READ == {*FOLDERS, "benchmarks/results"}
 
 
@@ -141,7 +141,8 @@ def test_the_demo_is_what_the_preset_asks_for():
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_score_belongs_to_a_manifest(folder):
     "A row names the manifest of its model; the run lies in this folder, or in that of the experiment or the demo."
-    runs = {name for other in ("results/demo", "results/experiment") for name in manifests(NBS/other)}
+    runs = {name for other in ("results/demo", "results/experiment", "results/five_thousand")
+            for name in manifests(NBS/other)}
     for row in read_rows(NBS/folder/"ledger.jsonl"):
         assert not row["manifest"] or Path(row["manifest"]).parent.name in runs, row["manifest"]
 
