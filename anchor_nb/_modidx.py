@@ -2839,6 +2839,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_nb/release/formats.py'),
                                            'anchor_nb.release.formats.add_formats': ( 'release/formats.html#add_formats',
                                                                                       'anchor_nb/release/formats.py'),
+                                           'anchor_nb.release.formats.check_formats': ( 'release/formats.html#check_formats',
+                                                                                        'anchor_nb/release/formats.py'),
                                            'anchor_nb.release.formats.family_of': ( 'release/formats.html#family_of',
                                                                                     'anchor_nb/release/formats.py'),
                                            'anchor_nb.release.formats.interleaved': ( 'release/formats.html#interleaved',

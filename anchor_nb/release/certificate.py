@@ -23,7 +23,7 @@ from ..models.engines import ENGINE_FILES, ENGINES, LlamaEngine
 from ..models.loading import json_or_empty
 from .card import export_with_card
 from .export import LONG, SHORT, sent_around
-from .formats import add_formats
+from .formats import add_formats, check_formats
 
 # %% ../../nbs/release/08_certificate.ipynb #9ccc5aab
 ODD = [
@@ -242,6 +242,7 @@ def export_everywhere(model: str, out: str, formats: list = [], # onnx, openvino
                       servers: bool = False, # compare every installed engine, and put the table into the card
                       **options) -> dict:    # options and result of `card.export_with_card`; and files, certificate
     "Export a model, its other formats, and a card that says which engines gave the same vectors."
+    check_formats(formats) # before anything is written
     result = export_with_card(model, out, **options)
     if formats: result["files"] = add_formats(out, formats)
     if servers:
