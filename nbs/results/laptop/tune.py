@@ -4,6 +4,10 @@
     python nbs/results/laptop/tune.py data                             # the files of both
     python nbs/results/laptop/tune.py try LABEL learning_rate=1e-3 ... # 800 pairs, scored on the development split
     python nbs/results/laptop/tune.py minilm NAME EPOCHS RATE          # MiniLM tuned by sentence-transformers
+    anchor-nb stage2 --data runs/laptop/glossary/pairs --out runs/laptop/five/glossary --max-length 64
+    anchor-nb evaluate -p 'tasks=["runs/laptop/data/eval/foldoc"]' -p out=runs/laptop/five -p instructions=none
+        -p 'models={"glossary": "runs/laptop/five/glossary", "minilm-tuned": "runs/laptop/minilm-glossary"}'
+    python nbs/results/keep.py runs/laptop/five nbs/results/five_thousand # instructed.jsonl: without instructions=none
 """
 import csv
 import hashlib
