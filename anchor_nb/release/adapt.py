@@ -410,6 +410,9 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     if not recipe.documents:
         raise ValueError("documents is empty; name a folder of texts, or a table")
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs)
+    out = Path(recipe.out)
+    if (out/"model").exists() and not (out/"steps").exists():
+        raise ValueError(f"{out} holds a model of another run, which a verdict could replace; choose another out")
     for base in bases_of(recipe)[0]: find_model(base)
     steps = Steps(recipe.out)
     facts = prepared(recipe, steps)

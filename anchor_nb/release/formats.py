@@ -7,6 +7,7 @@ __all__ = ['check_formats', 'add_formats']
 
 # %% ../../nbs/release/07_formats.ipynb #e5f2578e
 import warnings
+from importlib import import_module
 from pathlib import Path
 import numpy as np
 import torch
@@ -199,7 +200,7 @@ def check_formats(formats: list):
     "ValueError for a format that is none, ModuleNotFoundError for one whose library is missing."
     if strange := [name for name in formats if name not in ("onnx", "openvino", "gguf")]:
         raise ValueError(f"format={strange[0]!r}; choose onnx, openvino or gguf")
-    for name in formats: __import__(dict(onnx="onnxscript", openvino="nncf", gguf="gguf")[name])
+    for name in formats: import_module(dict(onnx="onnxscript", openvino="nncf", gguf="gguf")[name])
 
 def add_formats(folder,         # of `export`, with merged weights
                 formats: list,  # onnx, openvino, gguf

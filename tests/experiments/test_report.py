@@ -139,7 +139,7 @@ def test_evaluation_goes_on_where_it_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("change, error, message", [
-    (dict(tasks=["no/such/folder"]), stage_runs.StageError, "no/such/folder"),
+    (dict(tasks=["no/such/folder"]), FileNotFoundError, "no/such/folder"),
     (dict(tasks=[]), ValueError, "tasks and benchmark are empty"),  # the recipe refuses it before a notebook starts
     (dict(models={"anchor": "UNFINISHED"}), stage_runs.StageError, r"without a finished model \(running\)"),
 ])

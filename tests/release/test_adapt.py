@@ -1,4 +1,4 @@
-"Documents in, a model or a plain no out: bad input, resuming, the refusal. Training is replaced; the exam is real."
+"Documents in, a model or a plain no out: bad input, resuming, the refusal. Training and scoring are replaced in most."
 import json
 import shutil
 from pathlib import Path
@@ -168,6 +168,12 @@ def test_an_empty_folder_and_binary_files(tmp_path):
     refused(lambda: outlook(recipe(tmp_path)), "holds no document", "1 x binary")
     refused(lambda: outlook(recipe(tmp_path, documents=str(tmp_path/"missing"))), "neither a folder nor a file")
     refused(lambda: outlook(recipe(tmp_path, documents=str(tmp_path/"docs/a.txt"))), "cannot be read (binary)")
+
+
+def test_a_folder_with_another_model_is_left_alone(tmp_path, quick):
+    (tmp_path/"run"/"model").mkdir(parents=True)
+    with pytest.raises(ValueError, match="choose another out"): adapt(recipe(tmp_path, out=str(tmp_path/"run")))
+    assert (tmp_path/"run"/"model").is_dir()
 
 
 def test_one_document(tmp_path, quick):
