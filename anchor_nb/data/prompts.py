@@ -7,7 +7,7 @@ __all__ = ['LAYOUT_FILE', 'chat_parts', 'Layout', 'resolve_layout', 'pooling_tok
            'Formatter', 'save_layout', 'load_formatter', 'recipe_layout', 'paper_instructions', 'with_shots']
 
 # %% ../../nbs/data/03_prompts.ipynb #2f6be8ef
-import copy, json
+import copy, json, os
 from dataclasses import dataclass, asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -283,7 +283,7 @@ class ForAll(dict):
 
 def is_sentence(source: str) -> bool: # source: as typed
     "Whether a source of instructions is the instruction itself, rather than a name or a file."
-    return " " in source.strip() and not source.endswith((".yaml", ".yml")) and not Path(source).exists()
+    return " " in source.strip() and not source.endswith((".yaml", ".yml")) and not os.path.exists(source)
 
 def load_instructions(source: str, # paper, none, a YAML file of name: instruction(s), or the instruction itself
                      ):           # -> dataset: list of instructions; None: no instructions at all

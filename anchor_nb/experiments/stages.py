@@ -239,7 +239,6 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
                          cwd=os.getcwd(), start_timeout=180, execution_timeout=timeout, coalesce_streams=True,
                          extra_arguments=quiet, **streams)
 
-
 # %% ../../nbs/experiments/00_stages.ipynb #eab4a70c
 def check_out(stage: str, values: dict, folder: Path): # values: all parameters
     "ValueError if a run folder holds another run; reads no data."

@@ -310,7 +310,7 @@ DRY_TEXTS = dict(model="tiny", corpora=["toy"], mixes=["mixed"], texts=24, max_l
 RANKS = dict(corpus="wiki", model=SMALL, steps=4, global_batch=16, max_length=192, precision="fp32", tolerance=1e-3,
              stages=("stage1", "stage2"), shardings=("ddp", "fsdp2"))
 DRY_RANKS = dict(corpus="toy", model="tiny", steps=2, global_batch=4, max_length=48, micro_tokens=256, workers=0)
-SMALL_ALONE, BIG_ALONE = (dict(STEP, model=model, ways=(OURS,), rounds=1) for model in (SMALL, BIG))
+BIG_ALONE = dict(STEP, model=BIG, ways=(OURS,), rounds=1)
 
 PARTS = [
     Part("a", "parity 135m", parity_rows, 60, dict(PARITY, model=SMALL), DRY_PARITY),

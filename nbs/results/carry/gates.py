@@ -4,12 +4,13 @@
     python nbs/results/carry/gates.py cram              # gate 0: four texts, each in one free vector
     python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS, `start` names what comes first
     python nbs/results/carry/gates.py say wordnet kept_sink # what it writes from anchors of pairs kept out
+    python nbs/results/carry/gates.py cost              # what measuring takes of the time
 """
 import hashlib
 import json
-import math
 import sys
 import time
+import zlib
 from itertools import product
 from pathlib import Path
 
@@ -152,7 +153,8 @@ def arm(name, which, steps=0, more="{}"):
     if int(steps): settings["steps"] = int(steps)
     if "anchor" not in settings.get("objectives", {"anchor": 1}): settings.pop("carry_steps")
     if start: settings["model"] = str(ROOT/name/start)
-    out, began = ROOT/name/(which if not json.loads(more) else f"{which}-{abs(hash(more))%1000}"), time.process_time()
+    label = f"{which}-{zlib.crc32(more.encode())}" if json.loads(more) else which
+    out, began = ROOT/name/label, time.process_time()
     facts = train(Stage1(data=str(ROOT/name/"pairs"), out=str(out), **settings))
     minutes = (time.process_time() - began)/60
     metrics = [json.loads(line) for line in open(out/"metrics.jsonl", encoding="utf-8")]
