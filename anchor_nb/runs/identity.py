@@ -6,7 +6,7 @@
 __all__ = ['ENGINE', 'content_at', 'input_hashes', 'inputs_beside', 'engine_of', 'hashed_out']
 
 # %% ../../nbs/runs/05_identity.ipynb #f07b4034
-import hashlib, json
+import hashlib, json, os
 from dataclasses import fields
 from pathlib import Path
 from .. import __version__
@@ -16,9 +16,9 @@ from ..core.settings import identity
 from ..core.redaction import without_secrets
 
 # %% ../../nbs/runs/05_identity.ipynb #67c0a0bc
-def content_at(path: str) -> str: # sha256; empty where there is no file or folder
+def content_at(path: str) -> str: # sha256; empty where there is no file or folder, such as for a long text
     "The hash of the content at a path."
-    return content_hash(path) if path and (Path(path).is_file() or Path(path).is_dir()) else ""
+    return content_hash(path) if os.path.isfile(path) or os.path.isdir(path) else ""
 
 # %% ../../nbs/runs/05_identity.ipynb #cdc5a098
 def model_content(path: str) -> str: # sha256; empty for a hub id or a short name

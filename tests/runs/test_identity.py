@@ -6,14 +6,16 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
-from common import check_pinned
+from common import check_pinned, toy_pairs
 
 from anchor_nb.runs import ledger, manifest as runs
 from anchor_nb.experiments import sweeps
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.data.tables import content_hash
+from anchor_nb.runs.ledger import read_json
 from anchor_nb.runs.identity import ENGINE, engine_of, hashed_out, input_hashes, inputs_of, settings_of
 from anchor_nb.core.recipe import RECIPES, Stage2
+from anchor_nb.training.trainer import train
 
 NEEDED = dict(mine=dict(data="hf:o/n", out="out"), evaluate=dict(tasks=["SciFact"], out="out"),
               analyse=dict(a="org/a", b="org/b", data="hf:o/n", out="out"),
@@ -268,3 +270,9 @@ def test_an_index_of_a_model_that_was_replaced_meanwhile_is_not_that_of_the_new_
     weights = {name: values*1.5 for name, values in load_file(folder/"model.safetensors").items()}
     save_file(weights, folder/"model.safetensors", metadata={"format": "pt"})
     assert loaded(embedder)[0] not in (before, loaded(AnchorEmbedder.from_pretrained(str(folder)))[0])
+
+
+def test_an_instruction_may_be_longer_than_a_path(tmp_path):
+    train(Stage2(model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), instructions="Given a question, "*16 + "answer",
+                 steps=1, global_batch=4, max_length=256, warmup_steps=0))
+    assert read_json(tmp_path/"run/model/anchor_nb.json")["recipe"]["instructions"].endswith("answer")
