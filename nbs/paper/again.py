@@ -5,6 +5,7 @@
     python nbs/paper/again.py run village           # 0.1 M weights
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
+    python nbs/paper/again.py all gpu --jobs 12     # the same with more of everything, on one GPU; tunes first
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
 """
@@ -12,8 +13,11 @@ import argparse
 import json
 import shutil
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +35,7 @@ CARRIED = 3.0 # nats a text that own anchors must save, with 95 % confidence and
 KEPT_APART = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3), anchor_scale=0.07, anchor_sink=True)
 COMMON = dict(instructions="none", template="plain", schedule="constant", precision="fp32", save_steps=200,
               keep_last=1, micro_tokens=2048)
+GPU = dict(precision="bf16", micro_tokens=16384, save_steps=0, workers=0)
 VILLAGE = dict(data="village", stage1=dict(steps=400, global_batch=32, learning_rate=3e-3, warmup_steps=20,
                                            max_length=64, carry_pairs=0),
                stage2=dict(steps=100, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
@@ -46,7 +51,10 @@ RUNGS = dict(
     small=dict(WORDNET, model=str(ROOT/"small-lm")),
     smollm2=dict(WORDNET, model="smollm2-135m", warm=60, # steps of bags before; see nbs/results/carry/gates.py
                  stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=1500, carry_steps=250),
-                 stage2=WORDNET["stage2"] | dict(global_batch=16)))
+                 stage2=WORDNET["stage2"] | dict(global_batch=16)),
+    gpu=dict(WORDNET, model="smollm2-135m", warm=60,
+             stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=1500, global_batch=32, carry_steps=250, **GPU),
+             stage2=WORDNET["stage2"] | dict(steps=300, global_batch=64, snapshot_steps=100, **GPU)))
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None) # own pairs, strangers, no stage I
 
 
@@ -150,31 +158,58 @@ def tuned(rung, arm, kept=KEPT):
     return {name: best[name] for name in GRID if name in best}
 
 
-def tune(rung, arms="ASW", kept=KEPT):
-    "Stage II at every rate and temperature, each arm alike, seed 0, scored on pairs that no test uses."
+def side_by_side(work, todo, jobs):
+    "`work` of each item of `todo`, some at a time, each in a fresh process; what one ends with, the others do not feel."
+    if jobs == 1: return [work(*one) for one in todo]
+    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+        done = [(one, pool.submit(work, *one)) for one in todo]
+        for one, result in done:
+            if error := result.exception(): print(*one, f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def tune_one(rung, data, kept, arm, *values):
+    "One rate and temperature of stage II."
     from anchor_nb import AnchorEmbedder, Stage2, train
-    pairs, out, *_ = data = prepared(RUNGS[rung]["data"], dev=True)
-    if rung == "small" and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(pairs)
+    settings = dict(zip(GRID, values))
+    place = ROOT/rung/f"{arm}-0"/"-".join(f"{value:g}" for value in values)
+    train(Stage2(model=first_stage(rung, arm, 0, data[0])[0], data=str(data[0]), out=str(place), seed=0,
+                 **COMMON | RUNGS[rung]["stage2"] | dict(snapshot_steps=0) | settings))
+    score = ndcg(AnchorEmbedder.from_pretrained(str(place)), *data[2:]).mean()
+    keep("again-tuning.jsonl", dict(rung=rung, arm=arm, **settings, ndcg_at_10=round(float(score), 3)), kept)
+
+
+def tune(rung, arms="ASW", kept=KEPT, jobs=1):
+    "Stage II at every rate and temperature, each arm alike, seed 0, scored on pairs that no test uses."
+    data = start(rung, dev=True)
+    side_by_side(partial(first_stage, rung), [(arm, 0, data[0]) for arm in arms], jobs)
     done = {tuple(row[name] for name in ("arm", *GRID)) for row in rows_of(kept/"again-tuning.jsonl")
             if row["rung"] == rung}
-    for arm, *values in product(arms, *GRID.values()):
-        if (arm, *values) in done: continue
-        model, settings = first_stage(rung, arm, 0, pairs)[0], dict(zip(GRID, values))
-        place = ROOT/rung/f"{arm}-0"/"-".join(f"{value:g}" for value in values)
-        train(Stage2(model=model, data=str(pairs), out=str(place), seed=0,
-                     **COMMON | RUNGS[rung]["stage2"] | dict(snapshot_steps=0) | settings))
-        score = ndcg(AnchorEmbedder.from_pretrained(str(place)), *data[2:]).mean()
-        keep("again-tuning.jsonl", dict(rung=rung, arm=arm, **settings, ndcg_at_10=round(float(score), 3)), kept)
+    todo = [one for one in product(arms, *GRID.values()) if one not in done]
+    side_by_side(partial(tune_one, rung, data, kept), todo, jobs)
 
 
-def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT):
+def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
     "Every arm with every seed, seed by seed, so that what is there is balanced whenever it stops."
-    data, last = prepared(RUNGS[rung]["data"]), RUNGS[rung]["stage2"]["steps"]
-    if rung == "small" and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(*data[:1])
+    data, last = start(rung), RUNGS[rung]["stage2"]["steps"]
     done = {(row["arm"], row["seed"]) for row in rows_of(kept/"again.jsonl")
             if row["rung"] == rung and row["step"] == last}
-    for seed, arm in product(seeds, arms):
-        if (arm, seed) not in done: run_one(rung, arm, seed, data, kept)
+    todo = [(arm, seed, data, kept) for seed, arm in product(seeds, arms) if (arm, seed) not in done]
+    side_by_side(partial(run_one, rung), todo, jobs)
+
+
+def start(rung, dev=False):
+    "The data of a rung, as `prepared` gives it; the model of `small` is trained where it is not there."
+    data = prepared(RUNGS[rung]["data"], dev)
+    if rung == "small" and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(data[0])
+    return data
+
+
+def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
+    "Stage I of all seeds first, so that no process waits for another; then `tune` and `run`."
+    pairs = start(rung)[0]
+    side_by_side(partial(first_stage, rung), [(arm, seed, pairs) for seed, arm in product((0, *seeds), arms)], jobs)
+    tune(rung, arms, kept, jobs)
+    run(rung, seeds, arms, kept, jobs)
 
 
 # ---- the small language model ----
@@ -284,13 +319,14 @@ def carries(row):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["run", "tune"])
+    parser.add_argument("what", choices=["run", "tune", "all"])
     parser.add_argument("rung", choices=RUNGS)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; the plan has seven")
     parser.add_argument("--arms", default="ASW")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, on one GPU or several cores")
     parser.add_argument("--trial", action="store_true", help="seeds that the plan does not use, rows kept apart")
     given = parser.parse_args()
     place = ROOT/"dry-rows" if given.rung == "dry" else KEPT/"trial" if given.trial else KEPT
     seeds = [seed + 10*given.trial for seed in SEEDS[:given.seeds]]
-    if given.what == "tune": tune(given.rung, given.arms, place)
-    else: run(given.rung, seeds, given.arms, place)
+    if given.what == "tune": tune(given.rung, given.arms, place, given.jobs)
+    else: dict(run=run, all=run_all)[given.what](given.rung, seeds, given.arms, place, given.jobs)

@@ -5,6 +5,7 @@
     python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS, `start` names what comes first
     python nbs/results/carry/gates.py say wordnet kept_sink # what it writes from anchors of pairs kept out
     python nbs/results/carry/gates.py cost              # what measuring takes of the time
+    python nbs/results/carry/gates.py ablations 12      # on a GPU: every arm, and larger batches, 12 at a time
 """
 import hashlib
 import json
@@ -131,14 +132,16 @@ def measure(folder, rows):
     from anchor_nb import AnchorEmbedder
     from anchor_nb.inference.decoding import anchors_of, eos_of, rules_of
     from anchor_nb.losses.carry import carried, losses_behind
+    from anchor_nb.losses.objectives import to_device
     from anchor_nb.losses.reconstruction import Anchor
     model = AnchorEmbedder.from_pretrained(folder)
     texts = [model.formatter([row[side] for row in rows]) for side in ("query", "positive")]
     anchor = Anchor(eos_of(model), rules_of(model))
-    found = carried(lambda batch, shifts: losses_behind(model.lm, batch, anchor, shifts), anchor, list(zip(*texts)))
+    behind = lambda batch, shifts: losses_behind(model.lm, to_device(batch, model.device), anchor, shifts)
+    found = carried(behind, anchor, list(zip(*texts)))
     queries, documents = [F.normalize(anchors_of(model, side[:64]).float(), dim=1) for side in texts]
     cosine = lambda rows: ((rows @ rows.T).sum().item() - len(rows))/(len(rows)*(len(rows) - 1))
-    nearest = ((queries @ documents.T).argmax(1) == torch.arange(len(queries))).float().mean().item()
+    nearest = ((queries @ documents.T).argmax(1) == torch.arange(len(queries), device=queries.device)).float().mean().item()
     return dict(pairs=len(rows), **{way: {name: round(value, 4) for name, value in at._asdict().items()}
                                     for way, at in found.items()},
                 cosine_q=round(cosine(queries), 4), cosine_d=round(cosine(documents), 4),
@@ -189,5 +192,23 @@ def cost(model="tiny", steps=400):
                             per_cent=round(100*measuring/(measuring + stepping), 2)))
 
 
-WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost)
+ON_GPU = dict(precision="bf16", micro_tokens=16384, steps=300, carry_steps=75, workers=0)
+BAGS = json.dumps(ON_GPU | dict(steps=60)) # what the arms that start from bags start from
+LARGER = [dict(global_batch=size, learning_rate=rate) for size, rate in ((16, 5e-4), (64, 2e-4), (64, 5e-4), (64, 1e-3))]
+
+
+def ablations(jobs, *names):
+    "Every arm with 300 steps in bf16, `kept_sink` at other batches and rates too, some at a time on one GPU."
+    import subprocess
+    from concurrent.futures import ThreadPoolExecutor
+    def run(which, more):
+        subprocess.run([sys.executable, __file__, "arm", "wordnet", which, "0", more], check=False)
+    run("bags", BAGS)
+    start = lambda which: dict(start=f"bags-{zlib.crc32(BAGS.encode())}") if "start" in ARMS[which] else {}
+    todo = [(which, json.dumps(ON_GPU | start(which))) for which in names or ARMS if which != "bags"]
+    if not names: todo += [("kept_sink", json.dumps(ON_GPU | start("kept_sink") | size)) for size in LARGER]
+    with ThreadPoolExecutor(int(jobs)) as pool: list(pool.map(lambda one: run(*one), todo))
+
+
+WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost, ablations=ablations)
 if __name__ == "__main__": WHAT[sys.argv[1]](*sys.argv[2:])
