@@ -88,9 +88,12 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: i
            window) -> Tensor: # [queries, heads, head size]
     "Call the kernel with queries whose texts begin at `starts`."
     from torch.nn.attention.varlen import varlen_attn
+    groups, how = query.shape[1] // key.shape[1], {}
+    if groups > 1 and "enable_gqa" in signature(varlen_attn).parameters: how["enable_gqa"] = True # since 2.12
+    elif groups > 1: key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     states = [part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value)]
     return varlen_attn(*states, starts, packed.starts, longest, packed.longest, scale=scaling, window_size=window,
-                       enable_gqa=query.shape[1] > key.shape[1])
+                       **how)
 
 # %% ../../nbs/models/01_attention.ipynb #4d88d3d3
 def register_attention():
@@ -137,10 +140,10 @@ def installed_flash() -> list: # newest first
                                                                                  f"is_flash_attn_{n}_available")()]
 
 def has_varlen() -> bool:
-    "Whether PyTorch's own kernel is available in the form used here (since 2.12) and supports the GPU."
+    "Whether PyTorch's own kernel is available in the form used here (since 2.11) and supports the GPU."
     if torch.cuda.get_device_capability()[0] < 8 or not find_spec("torch.nn.attention.varlen"): return False
     from torch.nn.attention.varlen import varlen_attn
-    return {"scale", "window_size", "enable_gqa"} <= set(signature(varlen_attn).parameters)
+    return {"scale", "window_size"} <= set(signature(varlen_attn).parameters)
 
 # %% ../../nbs/models/01_attention.ipynb #e8af4073
 def usable_attention(precision: str = "auto",
