@@ -79,14 +79,17 @@ def make_step(resolved: Resolved, budget: int): # budget: tokens of a piece
                                                                                    budget)
 
 # %% ../../nbs/experiments/10_parity.ipynb #96d01474
-def naive_gradient(recipe: Training, examples: list) -> tuple: # (loss, name -> gradient)
-    "The naive form in fp32, on the device at hand."
+def naive_gradient(recipe: Training, examples: list,
+                   precision: str = "fp32", # bf16: products in bf16 over fp32 weights
+                  ) -> tuple:               # (loss, name -> gradient)
+    "The naive form, on the device at hand."
     resolved = Resolved(recipe)
     with without_bars():
         lm = AutoModelForCausalLM.from_pretrained(resolved.model, dtype=torch.float32, attn_implementation="sdpa")
     lm.to("cuda" if on_gpu() else "cpu").train()
     of_stage = naive_stage2 if resolved.stage == "stage2" else naive_stage1
-    loss = of_stage(lm, make_step(resolved, 10**9), examples, recipe)
+    with torch.autocast(lm.device.type, torch.bfloat16, enabled=wants_autocast(precision)):
+        loss = of_stage(lm, make_step(resolved, 10**9), examples, recipe)
     loss.backward()
     return loss.item(), gradients(lm)
 
@@ -110,12 +113,15 @@ class Parity(NamedTuple):
     loss_error: float     # relative
     gradient_error: float # length of the difference of the gradients, over that of the naive one
 
-    def holds(self, precision: str) -> bool:
-        "Whether both errors are within the tolerances."
-        return self.loss_error <= TOLERANCES[precision][0] and self.gradient_error <= TOLERANCES[precision][1]
+    def holds(self, precision: str,
+              naive: "Parity | None" = None, # the naive form in the same precision, beside itself in fp32
+             ) -> bool:
+        "Whether each error is within its tolerance, or at most twice that of the naive form."
+        limits = [max(limit, 2*error) for limit, error in zip(TOLERANCES[precision], naive[2:] if naive else (0, 0))]
+        return self.loss_error <= limits[0] and self.gradient_error <= limits[1]
 
 # precision -> largest error of the loss, of the gradient. fp32 differs by the order of its sums; a product in bf16 is
-# off by up to 0.4 %, and the errors of all layers add up
+# off by up to 0.4 %, and the errors of all layers add up, how far depends on the model: hence the naive form beside it
 TOLERANCES = dict(fp32=(1e-4, 1e-3), bf16=(1e-2, 1e-1))
 
 def parity_of(ours: tuple, reference: tuple) -> Parity: # each (loss, name -> gradient)
