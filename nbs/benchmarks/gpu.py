@@ -21,6 +21,7 @@ import threading
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -68,6 +69,41 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
             except Exception as error: rows.append(row | dict(holds=False, why=f"{type(error).__name__}: {error}"))
             gc.collect()  # a wrapped forward is a circle, and would keep the model
     return rows
+
+
+def kernel_way(lengths: list, heads: list, tolerance: float) -> list:  # heads: of (query's, key's)
+    "Each attention alone, forward and backward, in bf16 beside fp32, on random states of packed texts."
+    from types import SimpleNamespace
+    import torch
+    from anchor_nb.models.attention import on_gpu, packed_sdpa, packed_varlen, usable_attention
+    from anchor_nb.models.packing import pack, slots
+    device, rows = "cuda" if on_gpu() else "cpu", []
+    packed, calls = pack([[1]*n for n in lengths]).to(device), dict(packed_sdpa=packed_sdpa, packed_varlen=packed_varlen)
+
+    def results(attention, dtype, of_query, of_key, causal):  # -> [output, three gradients]
+        generator = torch.Generator(device).manual_seed(1)
+        states = [torch.randn(1, count, sum(lengths), 64, device=device, generator=generator)
+                  for count in (of_query, of_key, of_key, of_query)]
+        inputs = [state.to(dtype).requires_grad_() for state in states[:3]]
+        layer = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention), is_causal=causal)
+        output, _ = calls[attention](layer, *inputs, packed=packed, where=slots(packed), scaling=1/8)
+        (output.float()*states[3].transpose(1, 2)).sum().backward()
+        return [found.detach().double() for found in (output, *(state.grad for state in inputs))]
+
+    for (of_query, of_key), causal in product(heads, (True, False)):
+        wanted = results("packed_sdpa", torch.float32, of_query, of_key, causal)
+        for attention in filter(calls.get, usable_attention("bf16")):
+            errors = [float((a - b).norm()/b.norm())
+                      for a, b in zip(results(attention, torch.bfloat16, of_query, of_key, causal), wanted)]
+            rows.append(dict(case=f"{attention}, {of_query} and {of_key} heads, {'causal' if causal else 'both ways'}",
+                             vector_error=errors[0], gradient_error=max(errors[1:]), tolerances=tolerance,
+                             holds=max(errors) <= tolerance))
+    return rows
+
+
+def kernel_rows(**settings):
+    "Attention alone."
+    yield from isolated("gpu:kernel_way", **settings)
 
 
 def parity_rows(model: str, stages: tuple = ("stage1", "stage2"), **settings):
@@ -262,19 +298,16 @@ def scaling_rows(corpus: str, counts: list, **settings):
 
 
 def experiment_rows(command: list, left: Callable):
-    "One command of the package in the time that is left; the same command resumes it."
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'anchor-nb'; "
-    process = subprocess.Popen([sys.executable, "-c", code + "from anchor_nb.cli.main import main; main()", *command],
-                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    shown = "anchor-nb " + " ".join(command)
+    "The registered runs of nbs/paper/again.py in the time that is left; the same command resumes them."
+    process = subprocess.Popen([sys.executable, "nbs/paper/again.py", *command], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    shown = " ".join(["python nbs/paper/again.py", *command])
     try: output, _ = process.communicate(timeout=max(1, left()))
-    except subprocess.TimeoutExpired:
-        process.terminate()  # it leaves checkpoints
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # it runs many processes; runs that have ended stay
         process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired): raise
         raise OutOfTime(f"stopped at its time limit; to resume: {shown}") from None
-    except BaseException:
-        process.kill()
-        raise
     if process.returncode:
         raise RuntimeError(" ".join(output.strip().splitlines()[-2:])[-400:] or f"exit code {process.returncode}")
     yield dict(case=shown, last_line=(output.strip().splitlines() or [""])[-1][:400])
@@ -298,7 +331,7 @@ class Part(NamedTuple):
 
 SMALL, BIG = "smollm2-135m", "random:llama-3.2-1b"
 STAGES = dict(a="parity", b="speed and memory", c="several GPUs", d="the experiment")
-LIMITS = dict(a=180, b=420, c=240, d=10**9)  # seconds of a stage; d: what is left
+LIMITS = dict(a=300, b=900, c=240, d=10**9)  # seconds of a stage; d: what is left
 PARITY = dict(corpus="wiki", pairs=8, max_length=192, pieces=512)
 DRY_PARITY = dict(model="tiny", corpus="toy", pairs=6, max_length=48, pieces=96)
 STEP = dict(corpora=["wiki"], max_length=512, micro_tokens=0, precision="auto", rounds=2, repeats=3, tolerance=2e-2)
@@ -307,7 +340,7 @@ DRY_STEP = dict(model="tiny", corpora=["toy"], batches=[6], max_length=48, micro
 SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2)
 DRY_SECOND = dict(DRY_STEP, learning_rate=1e-2, mini_batch=4)
 TEXTS = dict(corpora=["wiki"], mixes=["short", "mixed", "long"], texts=4096, max_length=512, micro_tokens=0, batch=128,
-             precision="auto", rounds=2, repeats=2, tolerance=2e-2)
+             precision="auto", rounds=2, repeats=2, tolerance=5e-2)  # two bf16 forms were 3.3e-2 apart on an H200
 DRY_TEXTS = dict(model="tiny", corpora=["toy"], mixes=["mixed"], texts=24, max_length=48, batch=8, rounds=1, repeats=1)
 RANKS = dict(corpus="wiki", model=SMALL, steps=4, global_batch=16, max_length=192, precision="fp32", tolerance=1e-3,
              stages=("stage1", "stage2"), shardings=("ddp", "fsdp2"))
@@ -315,6 +348,8 @@ DRY_RANKS = dict(corpus="toy", model="tiny", steps=2, global_batch=4, max_length
 BIG_ALONE = dict(STEP, model=BIG, ways=(OURS,), rounds=1)
 
 PARTS = [
+    Part("a", "kernels", kernel_rows, 30, dict(lengths=[7, 33, 64, 1, 120, 15], heads=[[9, 3], [32, 8], [4, 4]],
+                                               tolerance=1e-2), dict(heads=[[4, 2]])),
     Part("a", "parity 135m", parity_rows, 90, dict(PARITY, model=SMALL), DRY_PARITY),
     Part("a", "encode and export 135m", encode_rows, 40, dict(
         model=SMALL, corpus="wiki", texts=128, max_length=192, tolerances=dict(fp32=1e-4, bf16=2e-2)),
@@ -325,20 +360,20 @@ PARTS = [
         dict(corpus="toy", model="tiny", global_batch=4, max_length=48, micro_tokens=256, workers=0, tolerance=0.0,
              precision="fp32")),
     Part("b", "matrix rate", rate_rows, 30, {}, {}),
-    Part("b", "stage1 1b", bench_rows, 60, dict(BIG_ALONE, bench="stage1", batches=[256]), DRY_STEP),
-    Part("b", "stage1 135m", bench_rows, 60, dict(STEP, bench="stage1", model=SMALL, batches=[128]), DRY_STEP),
-    Part("b", "stage2 135m", bench_rows, 90, dict(SECOND, bench="stage2", model=SMALL, batches=[128]), DRY_SECOND,
+    Part("b", "stage1 1b", bench_rows, 120, dict(BIG_ALONE, bench="stage1", batches=[256]), DRY_STEP),
+    Part("b", "stage1 135m", bench_rows, 120, dict(STEP, bench="stage1", model=SMALL, batches=[128]), DRY_STEP),
+    Part("b", "stage2 135m", bench_rows, 180, dict(SECOND, bench="stage2", model=SMALL, batches=[128]), DRY_SECOND,
          (ST, "datasets")),
-    Part("b", "encode 135m", encode_speed_rows, 60, dict(TEXTS, model=SMALL), DRY_TEXTS, (ST,)),
-    Part("b", "encode 1b", encode_speed_rows, 90, dict(TEXTS, model=BIG, mixes=["mixed"]), DRY_TEXTS, (ST,)),
+    Part("b", "encode 135m", encode_speed_rows, 120, dict(TEXTS, model=SMALL), DRY_TEXTS, (ST,)),
+    Part("b", "encode 1b", encode_speed_rows, 120, dict(TEXTS, model=BIG, mixes=["mixed"]), DRY_TEXTS, (ST,)),
     Part("b", "stage2 1b", bench_rows, 60, dict(SECOND, bench="stage2", model=BIG, batches=[64], ways=(OURS,),
                                                 rounds=1), DRY_SECOND),
-    Part("b", "micro-batches 1b", swept_rows, 60, dict(
+    Part("b", "micro-batches 1b", swept_rows, 150, dict(
         BIG_ALONE, name="micro_tokens", values=[2048, 4096, 8192, 16384, 32768], batches=[128], repeats=2),
         dict(DRY_STEP, values=[128, 256])),
-    Part("b", "compile 1b", swept_rows, 90, dict(
+    Part("b", "compile 1b", swept_rows, 150, dict(
         BIG_ALONE, name="compile", values=[False, True], batches=[128], repeats=2), dict(DRY_STEP, values=[False])),
-    Part("b", "stage1 1b beside padded", bench_rows, 45, dict(STEP, bench="stage1", model=BIG, batches=[16], rounds=1),
+    Part("b", "stage1 1b beside padded", bench_rows, 90, dict(STEP, bench="stage1", model=BIG, batches=[16], rounds=1),
          DRY_STEP),
     Part("b", "plans 3b and 8b", plan_rows, 10, dict(shapes=["llama-3.2-3b", "llama-3.1-8b"], tokens=16384), {}),
     Part("b", "encode 3b", encode_speed_rows, 90, dict(TEXTS, model="random:llama-3.2-3b", mixes=["mixed"], texts=1024,
@@ -349,11 +384,8 @@ PARTS = [
     Part("c", "scaling", scaling_rows, 120, dict(
         corpus="wiki", model=BIG, steps=5, global_batch=256, max_length=512, counts=[1, 2, 4, 8]),
         dict(DRY_RANKS, steps=3, counts=[1, 2]), gpus=2),
-    # issue 25 sizes it; the sweep resumes
-    Part("d", "experiment", experiment_rows, 10**9, dict(
-        command=["sweep", "experiment", "--out", "runs/gpu/experiment"]),
-        dict(command=["sweep", "experiment", "--out", "runs/gpu/experiment", "--dry-run"]),
-        ("papermill", "ipykernel", "datasets"), repeats=True)]
+    Part("d", "experiment", experiment_rows, 10**9, dict(command=["all", "smollm2", "--jobs", "0"]),
+         dict(command=["run", "dry", "--seeds", "1", "--arms", "W"]), repeats=True)]
 
 SHORT = {"parity 135m", "kill and resume", "matrix rate", "stage1 135m", "plans 3b and 8b"}  # of the tests
 

@@ -123,11 +123,12 @@ def worst_scaling(found: list, rows: list):
 
 
 def all_hold(found: list, rows: list):
-    "The share of the cases that hold."
-    return sum(row["holds"] for row in found)/len(found) if found else None
+    "The share of the cases that hold; the naive form in bf16 is a yardstick, and not judged."
+    judged = [row["holds"] for row in found if "holds" in row]
+    return sum(judged)/len(judged) if judged else None
 
 
-RIGHT = ("parity 135m", "parity 1b", "encode and export 135m", "kill and resume", "two ranks equal one")
+RIGHT = ("kernels", "parity 135m", "parity 1b", "encode and export 135m", "kill and resume", "two ranks equal one")
 GOALS = [Goal(f"{part}: cases within the tolerances", part, all_hold, least=1, percent=True) for part in RIGHT] + [
     Goal("stage I, 1B: share of the measured matrix-product rate", "stage1 1b", share, least=0.45, percent=True),
     Goal("stage I, 1B: tokens per GPU-hour, times the paper's at equal peak (table 7)", "stage1 1b", against_paper,

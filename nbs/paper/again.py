@@ -5,7 +5,7 @@
     python nbs/paper/again.py run village           # 0.1 M weights
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
-    python nbs/paper/again.py all smollm2 --jobs 21 # tunes and runs, all seeds side by side on one GPU
+    python nbs/paper/again.py all smollm2 --jobs 0  # tunes and runs, as many side by side as fit one GPU
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
 """
@@ -158,11 +158,18 @@ def tuned(rung, arm, kept=KEPT):
 
 def side_by_side(work, todo, jobs):
     "`work` of each item of `todo`, some at a time, each in a fresh process; what one ends with, the others do not feel."
+    jobs = jobs or fitting()
     if jobs == 1: return [work(*one) for one in todo]
     with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
         done = [(one, pool.submit(work, *one)) for one in todo]
         for one, result in done:
             if error := result.exception(): print(*one, f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def fitting():
+    "Runs that fit one GPU side by side: 16 of them took 139 of 150 GB; 1 without a GPU."
+    import torch
+    return max(1, int(torch.cuda.mem_get_info()[0]//9e9)) if torch.cuda.is_available() else 1
 
 
 def tune_one(rung, data, kept, arm, *values):
@@ -321,7 +328,7 @@ if __name__ == "__main__":
     parser.add_argument("rung", choices=RUNGS)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; the plan has seven")
     parser.add_argument("--arms", default="ASW")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, on one GPU or several cores")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; 0: as many as fit one GPU")
     parser.add_argument("--trial", action="store_true", help="seeds that the plan does not use, rows kept apart")
     given = parser.parse_args()
     place = ROOT/"dry-rows" if given.rung == "dry" else KEPT/"trial" if given.trial else KEPT
