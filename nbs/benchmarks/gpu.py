@@ -78,7 +78,8 @@ def kernel_way(lengths: list, heads: list, tolerance: float) -> list:  # heads: 
     from anchor_nb.models.attention import on_gpu, packed_sdpa, packed_varlen, usable_attention
     from anchor_nb.models.packing import pack, slots
     device, rows = "cuda" if on_gpu() else "cpu", []
-    packed, calls = pack([[1]*n for n in lengths]).to(device), dict(packed_sdpa=packed_sdpa, packed_varlen=packed_varlen)
+    packed = pack([[1]*n for n in lengths]).to(device)
+    calls = dict(packed_sdpa=packed_sdpa, packed_varlen=packed_varlen)
 
     def results(attention, dtype, of_query, of_key, causal):  # -> [output, three gradients]
         generator = torch.Generator(device).manual_seed(1)
@@ -306,7 +307,8 @@ def experiment_rows(command: list, left: Callable):
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)  # it runs many processes; runs that have ended stay
         process.communicate()
-        if not isinstance(error, subprocess.TimeoutExpired): raise
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         raise OutOfTime(f"stopped at its time limit; to resume: {shown}") from None
     if process.returncode:
         raise RuntimeError(" ".join(output.strip().splitlines()[-2:])[-400:] or f"exit code {process.returncode}")

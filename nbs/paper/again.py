@@ -157,7 +157,7 @@ def tuned(rung, arm, kept=KEPT):
 
 
 def side_by_side(work, todo, jobs):
-    "`work` of each item of `todo`, some at a time, each in a fresh process; what one ends with, the others do not feel."
+    "`work` of each item of `todo`, several at a time, each in a fresh process: a failure of one leaves the rest alone."
     jobs = jobs or fitting()
     if jobs == 1: return [work(*one) for one in todo]
     with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
