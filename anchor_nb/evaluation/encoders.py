@@ -184,7 +184,7 @@ def weights_of(source: str) -> str: # files of a folder, or the commit of a hub 
 def similarity_of(candidate: Candidate) -> dict: # empty where the checkpoint normalizes its vectors
     "How vectors are compared: ours by cosine, those of sentence-transformers as the model's configuration says."
     from anchor_nb.models.resolve import find_model
-    from anchor_nb.models.embedder import small_files
+    from anchor_nb.models.loading import small_files
     folder = small_files(find_model(candidate.source))
     measure = json_or_empty(folder/"config_sentence_transformers.json").get("similarity_fn_name") or "cosine"
     if candidate.library != "anchor_nb": return dict(similarity=measure) if measure != "cosine" else {}

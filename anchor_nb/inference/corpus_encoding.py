@@ -31,7 +31,9 @@ from ..runs.launch import already_launched, find_node, launch, usable_gpus
 from ..models.attention import is_causal
 from ..models.backbone import looks_both_ways
 from ..models.inputs import beginning
-from ..models.embedder import AnchorEmbedder, ahead, chain, on_disk, use_of
+from ..models.embedder import AnchorEmbedder, on_disk
+from ..models.interface import ahead
+from ..models.loading import chain, use_of
 from ..models.resolve import base_of, find_model
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #a8a7b61b

@@ -15,7 +15,8 @@ from ..core.files import keep_apart, new_folder, write_text
 from ..core.recipe import Mine
 from ..data.rows import load_pairs
 from ..data.writers import check_target, ending, write_pairs
-from ..models.embedder import AnchorEmbedder, chain
+from ..models.embedder import AnchorEmbedder
+from ..models.loading import chain
 from ..models.resolve import find_model
 from .hard_negatives import instruction_of, quantiles
 

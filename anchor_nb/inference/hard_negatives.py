@@ -21,7 +21,7 @@ from ..data.tables import content_hash, file_hash, find_sources
 from ..data.writers import MARK, as_columns, check_target, ending, write_pairs
 from ..data.corpora import training_instructions
 from ..runs.launch import usable_gpus
-from ..models.embedder import chain
+from ..models.loading import chain
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, Encoding, corpus_sources, encode_corpus, located,
                                                  planned, survey_all, vector_identity)

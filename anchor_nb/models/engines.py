@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from ..data.prompts import Formatter
-from .embedder import AnchorEmbedder, use_of
+from .interface import RoleEncoder
+from .loading import use_of
 
 # %% ../../nbs/models/09_engines.ipynb #c5b70964
 ENGINE_FILES = {("onnx", "fp32"): "onnx/model.onnx", ("onnx", "int8"): "onnx/model_int8.onnx",
@@ -97,7 +98,7 @@ class LlamaEngine:
 ENGINES = dict(onnx=OnnxEngine, openvino=OpenvinoEngine, gguf=LlamaEngine)
 
 # %% ../../nbs/models/09_engines.ipynb #713dd016
-class EngineEmbedder(AnchorEmbedder):
+class EngineEmbedder(RoleEncoder):
     "Texts to vectors by another engine than torch."
     def __init__(self, path: str, backend: str, precision: str, max_length: int, micro_tokens: int):
         self.sources, tokenizer, use = use_of(path, max_length=max_length)
@@ -124,7 +125,7 @@ class EngineEmbedder(AnchorEmbedder):
         vectors = torch.from_numpy(self.engine([text.ids for text in texts]).copy())[:, :size]
         return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors
 
-    def to(self, device) -> AnchorEmbedder:
+    def to(self, device): # -> itself
         "Itself; ValueError for another device than the CPU."
         if torch.device(device).type != "cpu":
             raise ValueError(f"backend={self.backend} runs on the CPU here; load the model with backend='torch' for "
@@ -138,3 +139,9 @@ def load_engine(path: str, backend: str, precision: str, max_length: int, micro_
         raise ValueError(f"{', '.join(given)} cannot be changed in a file for backend={backend}; give it to "
                          "`anchor-nb export` instead")
     return EngineEmbedder(path, backend, precision, max_length, micro_tokens)
+
+    def on(self, devices): # -> itself
+        "Itself; ValueError for any other device than the CPU."
+        for device in [devices] if isinstance(devices, (str, torch.device)) else devices: self.to(device)
+        return self
+

@@ -18,8 +18,8 @@ from ..data.corpora import training_instructions
 from ..data.prompts import Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout
 from ..models.attention import is_causal
 from ..models.backbone import has_head, trunk_of
-from ..models.embedder import AnchorEmbedder, chain, small_files
-from ..models.loading import json_or_empty
+from ..models.embedder import AnchorEmbedder
+from ..models.loading import chain, json_or_empty, small_files
 from ..models.resolve import base_of, find_model, stored_facts
 
 # %% ../../nbs/release/00_export.ipynb #f6d0403e

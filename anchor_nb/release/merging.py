@@ -18,8 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from ..core.files import check_whole, keep_apart, new_folder, saving, write_text
 from ..data.prompts import LAYOUT_FILE, Layout
-from ..models.embedder import chain
-from ..models.loading import kind_of, json_or_empty
+from ..models.loading import chain, json_or_empty, kind_of
 from ..models.resolve import base_of, find_model, stored_facts
 from ..runs.identity import content_at
 

@@ -40,7 +40,7 @@ def pair_lengths(recipe: Training, tables: dict, instructions,
                 ) -> list:  # a number of tokens for each pair of a sample
     "How long the longest text of a pair is, as the model would see it."
     from anchor_nb.losses.negatives import format_examples
-    from anchor_nb.models.embedder import LayoutSettings, training_formatter
+    from anchor_nb.models.loading import LayoutSettings, training_formatter
     wanted = LayoutSettings(**settings_in(recipe, LayoutSettings) | dict(max_length=most + 1))
     formatter, negatives = training_formatter(start_of(recipe.model), wanted), getattr(recipe, "negatives", 0)
     formatted = [pair for batch in sample(tables) for pair in

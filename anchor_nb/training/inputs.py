@@ -23,7 +23,7 @@ from ..losses.contrastive import sizes_of
 from ..losses.distillation import check_scale
 from ..models.attention import choose_attention, is_causal
 from ..models.backbone import check_causal
-from ..models.embedder import LayoutSettings, training_formatter
+from ..models.loading import LayoutSettings, training_formatter
 from ..models.resolve import start_of, stored_facts
 from ..runs.checkpoints import check_apart, check_data, checkpoints
 from ..runs.identity import engine_of, inputs_beside, settings_of

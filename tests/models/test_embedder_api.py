@@ -12,7 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from anchor_nb.inference import search as searching
 from anchor_nb.models.resolve import resolve_model
-from anchor_nb.models.embedder import AnchorEmbedder, Options, Replicas, TextEncoder
+from anchor_nb.models.embedder import AnchorEmbedder, Replicas
+from anchor_nb.models.interface import Options
+from anchor_nb.models.interface import TextEncoder
 from anchor_nb.release.export import load_for_export
 from anchor_nb.models.inputs import as_texts, in_precision
 from anchor_nb.inference.search import Hit, Index, open_index, search
@@ -125,7 +127,7 @@ def test_texts_of_other_libraries(embedder):
                                                                                                    "5, not a string"),
     (dict(prompt=5), "prompt=5 is int")])
 def test_an_option_that_cannot_be_is_refused_before_work_is_spent(embedder, monkeypatch, how, message):
-    monkeypatch.setattr("anchor_nb.models.embedder.encode_packed", lambda *_: pytest.fail("the model was called"))
+    monkeypatch.setattr(AnchorEmbedder, "_of_tokens", lambda *_: pytest.fail("the model was called"))
     with pytest.raises(ValueError, match=message): embedder.encode(TEXTS, **how)
 
 

@@ -17,7 +17,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from anchor_nb.models import resolve as resolving
 from anchor_nb.models.backbone import check_attention, load_backbone
 from anchor_nb.models.resolve import resolve_model
-from anchor_nb.models.embedder import AnchorEmbedder, training_formatter
+from anchor_nb.models.embedder import AnchorEmbedder
+from anchor_nb.models.loading import training_formatter
 from anchor_nb.data.rows import parsed
 from anchor_nb.inference.corpus_encoding import loaded, planned
 from anchor_nb.evaluation.encoders import Candidate, candidates, load, revision
