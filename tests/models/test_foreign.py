@@ -252,14 +252,14 @@ def test_an_adapter_on_a_local_base(tmp_path, kind):
 def test_a_base_and_an_adapter_on_a_hub(tmp_path, monkeypatch):
     "A hub stands in the way of names only: what it hands out are folders."
     import huggingface_hub
-    from anchor_nb.models import embedder
+    from anchor_nb.models import loading
     named = adapter(tmp_path/"a", TINY, said="owner/base")
     monkeypatch.setattr(resolving, "resolve_model", lambda name: TINY if name == "owner/base" else name)
     expected = AnchorEmbedder.from_pretrained(named).encode(TEXTS)
     fetched = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: fetched.append(name)
                         or named)
-    assert embedder.chain("owner/adapter") == ["owner/adapter", TINY] and set(fetched) == {"owner/adapter"}
+    assert loading.chain("owner/adapter") == ["owner/adapter", TINY] and set(fetched) == {"owner/adapter"}
     same(AnchorEmbedder.from_pretrained(named).encode(TEXTS), expected, 0)
 
 
