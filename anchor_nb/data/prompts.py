@@ -184,6 +184,11 @@ class Formatter:
 
     def __setstate__(self, state): self.__init__(**state)
 
+    def cut_at(self, max_length: int): # -> the same, if that is its length
+        "A formatter that cuts texts at another length."
+        if max_length == self.layout.max_length: return self
+        return Formatter(self.tokenizer, replace(self.layout, max_length=max_length))
+
     def join(self, text: str, instruction: str = "") -> tuple: # (text, characters of instruction in front)
         "The text with what is written before it, and how many characters that takes."
         text, layout = text.strip(), self.layout

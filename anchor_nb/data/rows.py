@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'parse_row', 'parsed', 'load_pairs', 'generator', 'permutation', 'Batches', 'Example', 'examples',
-           'strangers']
+           'strangers', 'kept_out', 'undrawn']
 
 # %% ../../nbs/data/01_rows.ipynb #ac7e4b4a
 import difflib, hashlib, json, re, sys, warnings
@@ -208,12 +208,12 @@ def load_source(source: str, cache_dir=None, columns: dict = {}): # -> datasets.
     return cached_table(source, key, checked, KINDS, cache_dir)
 
 # %% ../../nbs/data/01_rows.ipynb #934adf95
-def load_pairs(data: str, cache_dir: str | Path | None = None, columns: dict = {}) -> dict[str, Any]:
+def load_pairs(data: str | dict, cache_dir: str | Path | None = None, columns: dict = {}) -> dict[str, Any]:
     """All datasets of a folder, file or dataset id, checked row by row.
 
     Args:
         data: a table (CSV, JSONL, parquet ...), a folder with a table per dataset, or hf:owner/name for a dataset on
-            the hub.
+            the hub; or a dataset name -> such a table.
         cache_dir: where tables are kept between calls. None: beside the cache of `datasets`.
         columns: our field -> the data's, such as {"query": "frage", "positive": "antwort"}.
 
@@ -225,9 +225,9 @@ def load_pairs(data: str, cache_dir: str | Path | None = None, columns: dict = {
         ValueError: the first faulty row, with file, line and field.
         FileNotFoundError: nothing there that holds rows.
     """
-    sources, columns = find_sources(data), pair_columns(columns)
+    sources, columns = data if isinstance(data, dict) else find_sources(data), pair_columns(columns)
     if missing := missing_files(sources):
-        warnings.warn(f"{data}: {len(missing)} of the {len(E5_FILES)} E5 files are missing, and training does without "
+        warnings.warn(f"{len(missing)} of the {len(E5_FILES)} E5 files are missing, and training does without "
                       f"them: {', '.join(missing)}")
     return {name: load_source(source, cache_dir, columns) for name, source in sources.items()}
 
@@ -344,3 +344,27 @@ def strangers(table, # datasets.Dataset with the columns of `load_source`
     import datasets
     moved = table.select((np.arange(len(table)) + shift) % len(table)).select_columns(theirs).flatten_indices()
     return datasets.concatenate_datasets([table.select_columns(["query", "instruction"]), moved], axis=1)
+
+# %% ../../nbs/data/01_rows.ipynb #3246fff4
+def kept_out(tables: dict, names: list, count: int,
+             seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
+    "Take about `count` pairs out of the datasets in `names`, as many from each; ValueError where that is over a tenth."
+    share, rest, kept = -(-count//max(1, len(names))), dict(tables), {}
+    for name in names if count else ():
+        if share*10 > len(tables[name]):
+            raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most "
+                             "a tenth out of training")
+        order = generator("held out", seed, name).permutation(len(tables[name]))
+        kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
+    return rest, kept
+
+def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # name -> [rows]
+    "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
+    used = {name: np.zeros(batches.sizes[name], bool) for name in names}
+    for step in range(steps):
+        batch = batches(step)
+        used[batch.dataset][batch.rows] = True
+        if all(map(np.all, used.values())): break
+    share = -(-count//len(names))
+    pick = lambda name, left: generator("carry", batches.seed, name).permutation(left)[:share]
+    return {name: np.sort(pick(name, np.flatnonzero(~used[name]))) for name in names}

@@ -8,13 +8,12 @@ __all__ = ['ahead', 'RoleEncoder']
 # %% ../../nbs/models/08_interface.ipynb #4f3e7313
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Iterable, Literal, Required, TypedDict, Unpack, overload
 import numpy as np
 import torch
 from ..core.progress import progress, without_bars
-from ..data.prompts import Formatter, save_layout
+from ..data.prompts import save_layout
 from .attention import is_causal
 from .inputs import Precision, as_rows, as_texts, beginning, in_precision, unboxed, whole_number
 from .packing import cut_by_tokens
@@ -125,7 +124,7 @@ class Saved(Comparing):
     def max_seq_length(self, length: int):
         length = whole_number("max_seq_length", length)
         for part in (self, *getattr(self, "parts", ())):
-            part.formatter = Formatter(part.tokenizer, replace(part.formatter.layout, max_length=length))
+            part.formatter = part.formatter.cut_at(length)
 
     def save_pretrained(self, folder: str | Path):
         """Write a model folder that `from_pretrained` and transformers read: weights, tokenizer and layout.

@@ -14,7 +14,6 @@ import numpy as np
 from ..core.presets import read_preset
 from ..core.recipe import Training
 from ..data.rows import Batch, examples
-from ..models.resolve import start_of
 from ..runs.checkpoints import checkpoints
 from ..runs.ledger import read_json
 
@@ -35,16 +34,16 @@ def sample(tables: dict, rows: int = 512) -> list: # of `data.Batch`, one for ea
     return batches
 
 # %% ../../nbs/training/06_defaults.ipynb #6f6fd506
-def pair_lengths(recipe: Training, tables: dict, instructions,
-                 most: int, # tokens; what is longer counts as one more
-                ) -> list:  # a number of tokens for each pair of a sample
+def pair_lengths(formatter, tables: dict,
+                 instructions,   # as `data.rows.examples` takes them
+                 negatives: int, # of each pair
+                 most: int,      # tokens; what is longer counts as one more
+                ) -> list:       # a number of tokens for each pair of a sample
     "How long the longest text of a pair is, as the model would see it."
     from anchor_nb.losses.negatives import format_examples
-    from anchor_nb.models.loading import LayoutSettings, training_formatter
-    wanted = LayoutSettings(**settings_in(recipe, LayoutSettings) | dict(max_length=most + 1))
-    formatter, negatives = training_formatter(start_of(recipe.model), wanted), getattr(recipe, "negatives", 0)
+    longer = formatter.cut_at(most + 1)
     formatted = [pair for batch in sample(tables) for pair in
-                 format_examples(formatter, examples(tables[batch.dataset], batch, instructions, negatives))]
+                 format_examples(longer, examples(tables[batch.dataset], batch, instructions, negatives))]
     return [max(len(text.ids) for text in (query, positive, *others)) for query, positive, others in formatted]
 
 def whole_length(lengths: list, most: int) -> int:
@@ -63,11 +62,11 @@ def begun_with(recipe: Training) -> dict: # setting -> value; empty: there is no
         if record.get("stage") == stage and "recipe" in record: return record["recipe"]
     return {}
 
-def kept(recipe: Training) -> dict: # setting -> value
-    "The open settings that a run in `out` has decided; a preset that is named, or `epochs`, decides anew."
+def kept(recipe: Training, begun: dict) -> dict: # begun: as `begun_with` gives it; -> setting -> value
+    "The open settings that a run has decided; a preset that is named, or `epochs`, decides anew."
     if recipe.preset != "auto": return {}
-    before, anew = begun_with(recipe), ("steps", "warmup_steps") if recipe.epochs else ()
-    return {name: before[name] for name in recipe.left_open() if name in before and name not in anew}
+    anew = ("steps", "warmup_steps") if recipe.epochs else ()
+    return {name: begun[name] for name in recipe.left_open() if name in begun and name not in anew}
 
 # %% ../../nbs/training/06_defaults.ipynb #9ad642dc
 LEAST = 100 # steps; with fewer, several passes over a small dataset
@@ -109,18 +108,18 @@ def in_words(recipe: Training, rows: int, lengths: list) -> str: # recipe: decid
 
 # %% ../../nbs/training/06_defaults.ipynb #aadd7305
 def decide(recipe: Training,
-           tables: dict,      # dataset -> its rows, of those that are drawn from
-           instructions=None, # as `data.rows.examples` takes them
-          ) -> tuple:         # (the recipe with nothing open, what was decided and why in words; empty if nothing was)
+           sizes: list,      # rows of each dataset that is drawn from
+           lengths_at=lambda most: [], # `pair_lengths` of the data
+           begun: dict = {}, # what the run in `out` began with, as `begun_with` gives it
+          ) -> tuple:        # (the recipe with nothing open, what was decided and why in words; empty if nothing was)
     "Give a value to every setting that was left to the preset."
     if not recipe.left_open(): return recipe, ""
-    sizes, stage = [len(table) for table in tables.values()], type(recipe).__name__.lower()
-    if (recorded := kept(recipe)) and not (begun := replace(recipe, **recorded)).left_open():
-        return begun, f"resumed as it began: {in_words(begun, sum(sizes), [])}"
+    if (recorded := kept(recipe, begun)) and not (resumed := replace(recipe, **recorded)).left_open():
+        return resumed, f"resumed as it began: {in_words(resumed, sum(sizes), [])}"
     name, why = preset_of(recipe)
-    limits, lengths = read_preset(name, stage), []
+    limits, lengths = read_preset(name, type(recipe).__name__.lower()), []
     if "epochs" in limits and not (recipe.max_length or getattr(recipe, "few_shot", 0)):
-        lengths = pair_lengths(recipe, tables, instructions, limits["max_length"])
+        lengths = lengths_at(limits["max_length"])
     values = values_from(limits, replace(recipe, **recorded), sizes, lengths)
     decided = replace(recipe, preset=name, epochs=0.0, **values)
     return decided, f"preset {name} ({why}): {in_words(decided, sum(sizes), lengths)}"

@@ -7,17 +7,17 @@ __all__ = ['Resolved', 'Inputs', 'check_inputs']
 
 # %% ../../nbs/training/08_inputs.ipynb #bf6bbf5e
 import json, os, warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-import numpy as np
 import torch
 from transformers import AutoConfig
 from ..core.progress import announce
 from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
-from ..data.rows import Batch, Batches, examples, generator, load_pairs, strangers
+from ..data.rows import Batch, Batches, examples, kept_out, load_pairs, strangers, undrawn
 from ..data.tables import RowTable, content_hash, find_sources
 from ..losses.contrastive import sizes_of
 from ..losses.distillation import check_scale
@@ -27,7 +27,7 @@ from ..models.loading import LayoutSettings, training_formatter
 from ..models.resolve import start_of, stored_facts
 from ..runs.checkpoints import check_apart, check_data, checkpoints
 from ..runs.identity import engine_of, inputs_beside, settings_of
-from .defaults import decide, settings_in
+from .defaults import begun_with, decide, pair_lengths, settings_in
 from .steps import BatchRules, ReconstructionRules
 
 # %% ../../nbs/training/08_inputs.ipynb #9a2137e3
@@ -64,13 +64,22 @@ class Resolved:
         self.config = AutoConfig.from_pretrained(self.model)
         masks = getattr(recipe, "hide_template", False) or getattr(recipe, "attention_dropout", 0) > 0
         self.attention = choose_attention(recipe.attention, recipe.precision, masks) # what transformers is told
-        self.precision = recipe.precision # auto until a run that begins has chosen
         self.module = ModuleSettings(**settings_in(recipe, ModuleSettings))
-        rules = BatchRules if self.stage == "stage2" else ReconstructionRules
-        self.rules = rules(**settings_in(recipe, rules)) # of the loss
         wanted = LayoutSettings(**settings_in(recipe, LayoutSettings))
         self.formatter = training_formatter(self.model, wanted) # tokenizer, template, [EOS] and max_length
         check_use(self)
+        self.settle(recipe)
+
+    def settle(self, recipe: Training):
+        "Take the values that were open until now."
+        self.recipe, self.precision = recipe, recipe.precision # precision: auto until a run that begins has chosen
+        rules = BatchRules if self.stage == "stage2" else ReconstructionRules
+        self.rules = rules(**settings_in(recipe, rules)) # of the loss
+        if recipe.max_length: self.formatter = self.formatter.cut_at(recipe.max_length)
+
+    def compute_in(self, precision: str):
+        "Take a precision in place of auto; nothing else follows from it."
+        self.recipe, self.precision = replace(self.recipe, precision=precision), precision
 
 # %% ../../nbs/training/08_inputs.ipynb #c6f78869
 def range_of_scores(table) -> tuple: # (lowest, highest)
@@ -118,9 +127,11 @@ def check_rows(inputs): # `Inputs`
 # %% ../../nbs/training/08_inputs.ipynb #810e710d
 def check_launch(recipe: Training):
     "ValueError for settings that this machine or this launch cannot serve."
-    check_data(type(recipe).__name__.lower(), recipe.data)
+    stage, places = type(recipe).__name__.lower(), ("out", "data", "model", "guide")
+    check_data(stage, recipe.data)
     if not recipe.out:
         raise ValueError("out is empty; name a folder for the run")
+    check_apart(stage, {name: getattr(recipe, name, "") for name in places})
     if sharded := [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
                    if os.environ.get(name, "").lower() == "true"]:
         raise ValueError(f"{sharded[0]}=true: the recipe decides this here; launch without it, and set sharding=fsdp2")
@@ -138,33 +149,10 @@ def check_sizes(recipe: Training): # decided
         warnings.warn(f"warmup_steps={recipe.warmup_steps} does not end within steps={recipe.steps}, so the learning "
                       "rate stays below its peak; give fewer, or warmup_steps=-1 for the preset's share of the steps")
 
-# %% ../../nbs/training/08_inputs.ipynb #f76ddf2b
-def kept_out(tables: dict, names: list, count: int,
-             seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
-    "Take about `count` pairs out of the datasets in `names`, as many from each; ValueError where that is over a tenth."
-    share, rest, kept = -(-count//len(names)), dict(tables), {}
-    for name in names if count else ():
-        if share*10 > len(tables[name]):
-            raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most "
-                             "a tenth out of training")
-        order = generator("held out", seed, name).permutation(len(tables[name]))
-        kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
-    return rest, kept
-
-def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # name -> [rows]
-    "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
-    used = {name: np.zeros(batches.sizes[name], bool) for name in names}
-    for step in range(steps):
-        batch = batches(step)
-        used[batch.dataset][batch.rows] = True
-        if all(map(np.all, used.values())): break
-    share = -(-count//len(names))
-    pick = lambda name, left: generator("carry", batches.seed, name).permutation(left)[:share]
-    return {name: np.sort(pick(name, np.flatnonzero(~used[name]))) for name in names}
-
 # %% ../../nbs/training/08_inputs.ipynb #d2b6f8d2
-def measured_pairs(recipe, inputs, whole: dict, kept: dict) -> tuple: # (list of `Example`, not trained on?)
+def measured_pairs(inputs, whole: dict, kept: dict) -> tuple: # (list of `Example`, not trained on?)
     "The pairs on which stage I measures what anchors carry; whole: all rows, kept: numbers of those kept out."
+    recipe = inputs.recipe
     count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
     if not count: return [], True
     rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count)
@@ -179,26 +167,31 @@ class Inputs(Resolved):
     "A resolved recipe and all that its run reads, checked; ValueError or FileNotFoundError names place and fix."
     def __init__(self, recipe: Training):
         check_launch(recipe)
-        self.recipe = recipe
-        check_apart(type(recipe).__name__.lower(), dict(out=recipe.out, data=recipe.data, model=recipe.model,
-                                                        guide=getattr(recipe, "guide", "")))
+        self.asked, self.out, begun = recipe, Path(recipe.out), begun_with(recipe)
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
-        self.tables = whole = load_pairs(recipe.data, columns=recipe.columns) # dataset -> its rows
+        sources = find_sources(recipe.data)
+        whole = load_pairs(sources, columns=recipe.columns)
+        self.data = {name: dict(sha256=content_hash(source), rows=len(whole[name]))
+                     for name, source in sources.items()} # for the manifest
         self.drawn = [name for name in whole if recipe.ratios.get(name, 1) > 0] # the datasets that are used
-        self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed)
+        self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed) # name -> rows
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
-        drawn = {name: self.tables[name] for name in self.drawn or self.tables}
-        recipe, self.why = decide(recipe, drawn, self.instructions) # why: empty if all was given
-        self.recipe = recipe
-        check_sizes(recipe)
+        if recipe.precision == "auto": recipe = replace(recipe, precision=begun.get("precision", "auto"))
         super().__init__(recipe)
-        sizes = {name: len(table) for name, table in self.tables.items()}
-        self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios) # step -> rows
-        self.data = {name: dict(sha256=content_hash(source), rows=len(whole[name]))
-                     for name, source in find_sources(recipe.data).items()} # for the manifest
+        self.decide(begun)
         check_rows(self)
-        self.measured = measured_pairs(recipe, self, whole, kept) if self.stage == "stage1" else ([], True)
+        self.measured = measured_pairs(self, whole, kept) if self.stage == "stage1" else ([], True)
+
+    def decide(self, begun: dict): # begun: what the run in `out` began with
+        "Settle what the preset decides, and which rows each step draws."
+        drawn, negatives = {name: self.tables[name] for name in self.drawn}, getattr(self.recipe, "negatives", 0)
+        lengths_at = partial(pair_lengths, self.formatter, drawn, self.instructions, negatives)
+        sizes = {name: len(table) for name, table in self.tables.items()}
+        recipe, self.why = decide(self.recipe, [sizes[name] for name in self.drawn] or [1], lengths_at, begun)
+        check_sizes(recipe)
+        self.settle(recipe)
+        self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios) # step -> rows
 
 def check_inputs(recipe: Training) -> Inputs:
     "Find whatever is wrong with a recipe or its data before anything is written."
@@ -208,16 +201,16 @@ def check_inputs(recipe: Training) -> Inputs:
 # %% ../../nbs/training/08_inputs.ipynb #ae0954cd
 class Record:
     "What a run's models record in `anchor_nb.json`, besides their layout."
-    def __init__(self, recipe: Training, inputs: Inputs):
+    def __init__(self, inputs: Inputs):
         base, first = Path(inputs.name), int(os.environ.get("RANK", 0)) == 0
         self.pooling, self.bidirectional = inputs.module.pooling, inputs.module.bidirectional
         self.stage = inputs.stage
         self.base = str(base.resolve()) if base.is_dir() else inputs.name # the model that the run started from
         self.data = inputs.data                      # dataset -> sha256 and rows
         # content of all else that the recipe reads; the first rank reads for all
-        self.inputs = inputs_beside(recipe, inputs.data) if first else {}
+        self.inputs = inputs_beside(inputs.recipe, inputs.data) if first else {}
         self.engine = engine_of(inputs.stage)        # numbers of the code that decides results
-        self.recipe = settings_of(recipe)            # the settings that decide results
+        self.recipe = settings_of(inputs.recipe)     # the settings that decide results
 
 # %% ../../nbs/training/08_inputs.ipynb #dd8b0bc1
 def changes_of(before: dict, record: Record) -> str: # empty: the same run

@@ -32,7 +32,6 @@ from ..runs.checkpoints import (add_row, checkpoints, drop_checkpoints, keep_row
                                         number_of)
 from ..runs.fault_tolerance import BUDGET, Stopping, check_finite, halving, kept_budget, listening
 from .callbacks import Carrying, Progress, Snapshots, curves
-from .defaults import begun_with
 from .inputs import Inputs, ModuleSettings, Record, Resolved, check_inputs, check_same_run
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
@@ -104,8 +103,9 @@ def setup_of(resolved: Resolved, processes: int = 1) -> Setup:
                  head_rows=2048 if on_gpu() else 1024, sharding=how.sharding,
                  only_last=needs_last_only(how.pooling), guide=guide_bytes(guide) if guide else 0)
 
-def planned(recipe: Training, resolved: Resolved, device: str = "cpu", processes: int = 1) -> Plan:
+def planned(resolved: Resolved, device: str = "cpu", processes: int = 1) -> Plan:
     "How a run is computed on devices like this; ValueError when nothing fits."
+    recipe = resolved.recipe
     length = recipe.max_length # the lengths of the texts are not known yet
     work = Work(-(-recipe.global_batch//processes), length, length, getattr(recipe, "negatives", 0), length)
     setup = setup_of(resolved, processes)
@@ -210,11 +210,11 @@ class KeptRows(WholeCheckpoints):
 # %% ../../nbs/training/09_trainer.ipynb #4e163cb6
 class AnchorTrainer(KeptRows):
     "`transformers.Trainer` whose step is one global batch; at the start of a run or at a checkpoint."
-    def __init__(self, recipe: Training, inputs: Inputs, args: TrainingArguments,
+    def __init__(self, inputs: Inputs, args: TrainingArguments,
                  save=None, # how a model is written, from `saver`
                  checkpoint: Path | None = None):
-        out, first = Path(recipe.out), number_of(checkpoint) if checkpoint else 0
-        self.plan = of_first_rank(planned(recipe, inputs, str(args.device), args.world_size))
+        recipe, first = inputs.recipe, number_of(checkpoint) if checkpoint else 0
+        out, self.plan = Path(recipe.out), of_first_rank(planned(inputs, str(args.device), args.world_size))
         self.step = make_step(inputs, self.plan, out)
         # a smaller budget cuts stage II in pieces, and GradCache recomputes already
         cached = inputs.stage == "stage2" and self.step.budget < self.plan.micro_tokens
@@ -277,7 +277,7 @@ def forecast_lines(recipe: Training) -> list: # of lines
     except (OSError, ValueError) as error: return [f"no forecast: {str(error).splitlines()[0]}"]
     if inputs.precision == "auto": inputs.precision = auto_precision(inputs.config)[0]
     device, asked = torch.device("cuda" if on_gpu() else "cpu"), inputs.recipe
-    plan = planned(asked, inputs, str(device))
+    plan = planned(inputs, str(device))
     step = (ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep)(inputs.rules, inputs.formatter,
                                                                                  plan.micro_tokens)
     announce("loading", inputs.name)
@@ -356,28 +356,25 @@ def train(recipe: Training) -> dict[str, Any]:
         ValueError: a setting or a row that cannot be, or another run's `out`; named before anything is written.
         FileNotFoundError: a model or data that is not there.
     """
-    out, asked = Path(recipe.out), recipe
-    if recipe.precision == "auto": recipe = replace(recipe, precision=begun_with(recipe).get("precision", "auto"))
     inputs = Inputs(recipe)
-    recipe = inputs.recipe
     if inputs.why and world()[0] == 0: print(inputs.why, flush=True)
-    record = Record(recipe, inputs)
+    out, record = inputs.out, Record(inputs)
     check_same_run(out, record)
     if (out/"model"/"facts.json").exists():
-        drop_checkpoints(out, keep_every=recipe.keep_every) # of a run that was killed between its last two breaths
+        drop_checkpoints(out, keep_every=inputs.recipe.keep_every) # of a run that was killed between its last breaths
         return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
-    args = training_arguments(recipe)
-    if recipe.precision == "auto":
-        recipe = replace(recipe, precision=choose_precision(inputs.config))
-        inputs.precision = record.recipe["precision"] = recipe.precision
-        if wants_autocast(recipe.precision) != args.bf16: args = training_arguments(recipe)
+    args = training_arguments(inputs.recipe)
+    if inputs.precision == "auto":
+        inputs.compute_in(choose_precision(inputs.config))
+        record.recipe["precision"] = inputs.precision
+        if wants_autocast(inputs.precision) != args.bf16: args = training_arguments(inputs.recipe)
     first = world()[0] == 0
     with locked(out) if first else nullcontext():
         save = saver(inputs.formatter, record)
         checkpoint = of_first_rank(newest_checkpoint(out) if first else None)
         announce("loading", inputs.name)
-        trainer = AnchorTrainer(recipe, inputs, args, save, checkpoint)
+        trainer = AnchorTrainer(inputs, args, save, checkpoint)
         found = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
-        if first: print(found, *shorter_commands(asked, recipe, found), sep="\n", flush=True)
+        if first: print(found, *shorter_commands(inputs.asked, inputs.recipe, found), sep="\n", flush=True)
         seconds = run_trainer(trainer, checkpoint, inputs.stage.capitalize())
         return finish(trainer, inputs, save, kept_forecast(found, seconds))

@@ -59,7 +59,7 @@ def device_type() -> str: return "cuda" if on_gpu() else "cpu"
 def stage1_module(way: str, recipe: Stage1) -> tuple:  # (module, step)
     "Ours as training runs it; the naive one from the plain model, as transformers loads it."
     resolved = Resolved(recipe)
-    plan = planned(recipe, resolved, device_type())
+    plan = planned(resolved, device_type())
     if way == OURS: module, step = build_model(resolved, checkpointing=plan.gradient_checkpointing), ReconstructionStep
     else:
         plain = AutoModelForCausalLM.from_pretrained(resolved.model, dtype=weight_dtype(recipe.precision),
@@ -143,7 +143,7 @@ class Clock(TrainerCallback):
 
 def our_trainer(recipe: Stage2, inputs, arguments) -> tuple:  # (trainer, losses, its token ids, further figures)
     "Stage II as `train` runs it; the losses fill as it trains."
-    trainer, losses = AnchorTrainer(recipe, inputs, arguments), []
+    trainer, losses = AnchorTrainer(inputs, arguments), []
     run = trainer.step.run
     def noted(*args):
         facts = run(*args)

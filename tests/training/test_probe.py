@@ -46,7 +46,7 @@ def test_the_largest_micro_batch_is_foreseen(name, tmp_path):
     "What decides the activations: the largest piece of twenty steps is within a factor of 1.6."
     stage, settings = STAGES[name]
     inputs = trainer.check_inputs(asked := recipe(stage, tmp_path/"run", steps=20, **settings))
-    step = trainer.make_step(inputs, trainer.planned(asked, inputs), tmp_path)
+    step = trainer.make_step(inputs, trainer.planned(inputs), tmp_path)
     steps = trainer.Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, 20)
     foreseen = probe.largest_piece(probe.sample_steps(steps, 8), 8, step.budget, False)
     module, largest = trainer.build_model(inputs), []
