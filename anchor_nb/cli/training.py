@@ -82,7 +82,8 @@ def told(place: str, quiet: bool) -> dict: # place: OUT of `adapt`; quiet: the n
     "What an adaptation found, with the command that follows."
     found = read_json(Path(place)/"adapt.json")
     if quiet: typer.echo("\n".join([found["verdict"]["sentence"], *found["advice"], f"the page: {place}/verdict.html"]))
-    if found["model"]: typer.echo(f"next: anchor-nb serve {found['model']} {place}/steps/read/passages.jsonl")
+    best = found["model"] or "minilm" # the passages are worth searching, whatever the verdict
+    typer.echo(f"next: anchor-nb serve {best} {place}/steps/read/passages.jsonl")
     return found
 
 @app.command("adapt", rich_help_panel=START, help=RECIPES["adapt"].__doc__)

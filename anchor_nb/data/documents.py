@@ -23,18 +23,25 @@ class Document(NamedTuple):
     id: str         # path below the folder, or the row's id
     title: str      # empty: none
     sections: list  # of (heading, text); the heading is empty before the first one
+    links: tuple = () # of (words, where to, as written): such as ("the water mill", "../mills.md#water")
 
 # %% ../../nbs/data/10_documents.ipynb #956833b8
+LINK = re.compile(r"(?<!!)\[([^\[\]]+)\]\(<?([^()<>\s]+)>?(?:\s+\"[^\"]*\")?\)") # [words](where "title")
+
 def from_markdown(name: str, text: str) -> Document:
     "Markdown, cut at its headings; the first one is the title."
-    sections, fenced = [["", []]], False
+    sections, links, fenced = [["", []]], [], False
     for line in text.splitlines():
         if line.lstrip().startswith(("```", "~~~")): fenced = not fenced
+        elif not fenced:
+            links += LINK.findall(line)
+            line = LINK.sub(r"\1", line)
         heading = None if fenced else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)\s*#*", line)
         if heading: sections.append([heading[1], []])
         else: sections[-1][1].append(line)
     title = next((heading for heading, _ in sections if heading), "")
-    return Document(name, title, [(heading, "\n".join(lines).strip()) for heading, lines in sections])
+    sections = [(heading, "\n".join(lines).strip()) for heading, lines in sections]
+    return Document(name, title, sections, tuple(links))
 
 def from_text(name: str, text: str) -> Document:
     "Plain text; a short first line with a blank one below it is the title."
@@ -50,6 +57,7 @@ class Page(HTMLParser):
     def __init__(self, text: str):
         super().__init__()
         self.title, self.sections, self.skipped, self.inside = "", [["", ""]], 0, ""
+        self.links, self.anchor = [], None # anchor: [words, where to] of the link that is open
         self.feed(text)
         self.close()
 
@@ -59,17 +67,22 @@ class Page(HTMLParser):
             self.sections.append(["", ""])
             self.inside = "heading"
         elif tag == "title": self.inside = "title"
+        elif tag == "a": self.anchor = ["", dict(attrs).get("href") or ""]
         elif tag in self.BREAK: self.sections[-1][1] += "\n\n" if tag == "p" else "\n"
 
     def handle_endtag(self, tag):
         if tag in self.SKIP: self.skipped = max(0, self.skipped - 1)
         elif re.fullmatch("h[1-6]|title", tag): self.inside = ""
+        elif tag == "a" and self.anchor:
+            self.links.append(tuple(self.anchor))
+            self.anchor = None
         elif tag in self.BREAK: self.sections[-1][1] += "\n"
 
     def handle_data(self, data):
         if self.skipped: return
         if self.inside == "title": self.title += data
         else: self.sections[-1][0 if self.inside else 1] += data
+        if self.anchor and not self.inside: self.anchor[0] += data
 
 def from_html(name: str, text: str) -> Document:
     "A web page, cut at its headings."
@@ -77,7 +90,8 @@ def from_html(name: str, text: str) -> Document:
     body = lambda text: "\n\n".join(filter(None, map(tidy, re.split(r"\n\s*\n", text))))
     sections = [(tidy(heading), body(text)) for heading, text in page.sections]
     title = tidy(page.title) or next((heading for heading, _ in sections if heading), "")
-    return Document(name, title, sections)
+    links = tuple((tidy(words), where) for words, where in page.links if words.strip() and where)
+    return Document(name, title, sections, links)
 
 # %% ../../nbs/data/10_documents.ipynb #62cf39ab
 def from_office(name: str, path: Path) -> Document:

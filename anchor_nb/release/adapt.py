@@ -24,7 +24,7 @@ from ..evaluation.exam import advice, queries_needed, score_one, sit_exam, verdi
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
-from ..inference.questions import ask, found_again, heading_pairs
+from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of
 from ..models.resolve import find_model
 from .card import export_with_card
@@ -35,7 +35,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 3 # raised when a step comes to make something else of the same inputs
+MADE = 4 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -77,6 +77,7 @@ def read_step(recipe: Adapt, part: Path) -> dict:
                          "chapter")
     write_lines(part/"passages.jsonl", (passage._asdict() for passage in passages))
     write_lines(part/"repeats.jsonl", repeats)
+    write_lines(part/"links.jsonl", link_pairs(documents, passages))
     return dict(documents=len(documents), passages=len(passages), repeated=len(repeats), skipped=len(skipped),
                 reasons=dict(Counter(skipped.values()).most_common(5)), examples=dict(list(skipped.items())[:5]),
                 not_english=round(not_english([passage.text for passage in passages[:2000]]), 3))
@@ -99,30 +100,30 @@ def encoder_of(model: str):
     with without_bars(): encoder = SentenceTransformer(find_model(model))
     return lambda texts: encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
 
-def made_pairs(recipe: Adapt, passages: list) -> tuple: # (list of (query, number), counts)
-    "Queries from titles, headings and a language model, those that find their passage again."
+def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of (query, number), counts)
+    "Queries from titles, headings, links and a language model, those that find their passage again."
     texts = [passage.text for passage in passages]
-    heads = draw(heading_pairs(passages), 2*recipe.train_pairs, recipe.seed)
+    heads = draw(list(dict.fromkeys([*heading_pairs(passages), *map(tuple, links)])), 2*recipe.train_pairs, recipe.seed)
     chosen = draw([n for n, text in enumerate(texts) if len(text.split()) >= 12], recipe.questions, recipe.seed)
     chosen = chosen if recipe.questions else []
     questions = zip(ask([texts[n] for n in chosen], recipe.generator), chosen) if chosen else ()
     asked = heads + [(query, n) for query, n in questions if query]
     kept = found_again(asked, texts, encode=encoder_of(MINER) if len(texts) <= SURVEYED else None)
     if not kept:
-        raise ValueError(f"no query could be made from {recipe.documents}: none of {len(asked)} titles, headings and "
-                         "questions finds its passage again; give pairs of your own, or another generator")
+        raise ValueError(f"no query could be made from {recipe.documents}: none of {len(asked)} titles, headings, links "
+                         "and questions finds its passage again; give pairs of your own, or another generator")
     titles = {query for query, _ in heads}
     return kept, dict(headings=len(heads), questions=len(asked) - len(heads),
                       kept_headings=sum(query in titles for query, _ in kept),
                       kept_questions=sum(query not in titles for query, _ in kept))
 
-def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list) -> dict:
+def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: list) -> dict:
     "Which query asks for which passage."
     if recipe.pairs:
         rows = [row for table in load_pairs(recipe.pairs, columns=recipe.columns).values() for row in table]
         found, lost = match_pairs(rows, passages, recipe.pairs, repeats)
         counts = dict(given=len(rows), lost=len(lost), examples=lost[:5])
-    else: found, counts = made_pairs(recipe, passages)
+    else: found, counts = made_pairs(recipe, passages, links)
     write_lines(part/"pairs.jsonl", (dict(query=query, passage=number) for query, number in found))
     return dict(made=not recipe.pairs, pairs=len(found)) | counts
 
@@ -153,7 +154,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
     rows = [dict(query=row["query"], positives=[texts[row["passage"]]], negatives=[], instruction="",
                  document_instruction="", positive_scores=[], negative_scores=[]) for row in pairs]
     exam, dev, rest = divide(rows, marks, part_sizes(len({row["query"] for row in rows}), recipe), recipe.seed)
-    for name, chosen, most in (("exam", exam, recipe.exam_documents), ("dev", dev, recipe.exam_documents//2)):
+    for name, chosen, most in (("exam", exam, recipe.exam_documents), ("dev", dev, recipe.exam_documents)):
         made = as_set(name, rows, chosen, texts, numbers, most, recipe.seed)
         write_exam(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
@@ -243,10 +244,10 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
                      documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
                      words=recipe.words)
     passages = [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
-    repeats = read_lines(steps.folder("read")/"repeats.jsonl")
+    repeats, links = (read_lines(steps.folder("read")/name) for name in ("repeats.jsonl", "links.jsonl"))
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
                                           train_pairs=recipe.train_pairs)
-    pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats), ("read",),
+    pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows = read_lines(steps.folder("pairs")/"pairs.jsonl")
     sizes = {name: getattr(recipe, name) for name in ("exam_queries", "dev_queries", "exam_documents", "train_pairs",
@@ -325,7 +326,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                      "here and all-MiniLM know English only: name a multilingual base, and read the comparison with "
                      "care.")
     if pairs["made"]:
-        lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles and headings and "
+        lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links and "
                      f"{pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator} found their "
                      "passage again.")
     else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
@@ -457,11 +458,11 @@ def outlook(recipe: Adapt) -> list: # of lines
     found = f"{len(documents):,} documents, {len(passages):,} passages, {len(skipped)} files left out"
     lines = [outlook_row("read", found)]
     if recipe.pairs: pairs = sum(map(len, load_pairs(recipe.pairs, columns=recipe.columns).values()))
-    else: pairs = len(heading_pairs(passages)) + min(recipe.questions, len(passages))
+    else: pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages)) + min(recipe.questions, len(passages))
     exam, dev = part_sizes(pairs, recipe)
     train = min(recipe.train_pairs or pairs, pairs - exam - dev)
     each = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
-    made = f"{pairs:,} titles and questions at most, fewer after the round trip"
+    made = f"{pairs:,} titles, links and questions at most, fewer after the round trip"
     most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made,
                 split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
     lines += [outlook_row(step, what) for step, what in most.items()]

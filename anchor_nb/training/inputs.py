@@ -78,8 +78,8 @@ class Resolved:
         if recipe.max_length: self.formatter = self.formatter.cut_at(recipe.max_length)
 
     def compute_in(self, precision: str):
-        "Take a precision in place of auto; nothing else follows from it."
-        self.recipe, self.precision = replace(self.recipe, precision=precision), precision
+        "Take a precision where the recipe leaves it open; nothing else follows from it."
+        if self.precision == "auto": self.recipe, self.precision = replace(self.recipe, precision=precision), precision
 
 # %% ../../nbs/training/08_inputs.ipynb #c6f78869
 def range_of_scores(table) -> tuple: # (lowest, highest)
@@ -167,7 +167,8 @@ class Inputs(Resolved):
     "A resolved recipe and all that its run reads, checked; ValueError or FileNotFoundError names place and fix."
     def __init__(self, recipe: Training):
         check_launch(recipe)
-        self.asked, self.out, begun = recipe, Path(recipe.out), begun_with(recipe)
+        self.asked, self.out = recipe, Path(recipe.out)
+        self.begun = begun_with(recipe) # the settings of the run that is there
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
         sources = find_sources(recipe.data)
         whole = load_pairs(sources, columns=recipe.columns)
@@ -177,18 +178,17 @@ class Inputs(Resolved):
         self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed) # name -> rows
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
-        if recipe.precision == "auto": recipe = replace(recipe, precision=begun.get("precision", "auto"))
         super().__init__(recipe)
-        self.decide(begun)
+        self.decide()
         check_rows(self)
         self.measured = measured_pairs(self, whole, kept) if self.stage == "stage1" else ([], True)
 
-    def decide(self, begun: dict): # begun: what the run in `out` began with
+    def decide(self):
         "Settle what the preset decides, and which rows each step draws."
         drawn, negatives = {name: self.tables[name] for name in self.drawn}, getattr(self.recipe, "negatives", 0)
         lengths_at = partial(pair_lengths, self.formatter, drawn, self.instructions, negatives)
         sizes = {name: len(table) for name, table in self.tables.items()}
-        recipe, self.why = decide(self.recipe, [sizes[name] for name in self.drawn] or [1], lengths_at, begun)
+        recipe, self.why = decide(self.recipe, [sizes[name] for name in self.drawn] or [1], lengths_at, self.begun)
         check_sizes(recipe)
         self.settle(recipe)
         self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios) # step -> rows

@@ -275,7 +275,8 @@ def forecast_lines(recipe: Training) -> list: # of lines
         if not is_here(recipe.model): return [f"no forecast: {recipe.model} is not on this machine yet"]
         inputs = check_inputs(recipe)
     except (OSError, ValueError) as error: return [f"no forecast: {str(error).splitlines()[0]}"]
-    if inputs.precision == "auto": inputs.precision = auto_precision(inputs.config)[0]
+    inputs.compute_in(inputs.begun.get("precision", "auto"))
+    if inputs.precision == "auto": inputs.compute_in(auto_precision(inputs.config)[0])
     device, asked = torch.device("cuda" if on_gpu() else "cpu"), inputs.recipe
     plan = planned(inputs, str(device))
     step = (ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep)(inputs.rules, inputs.formatter,
@@ -358,6 +359,7 @@ def train(recipe: Training) -> dict[str, Any]:
     """
     inputs = Inputs(recipe)
     if inputs.why and world()[0] == 0: print(inputs.why, flush=True)
+    inputs.compute_in(inputs.begun.get("precision", "auto"))
     out, record = inputs.out, Record(inputs)
     check_same_run(out, record)
     if (out/"model"/"facts.json").exists():
