@@ -78,12 +78,15 @@ for stage in dict.fromkeys([*RECIPES, *stages()]):
 # %% ../../nbs/cli/02_training.ipynb #48363aa9
 Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
 
-def told(place: str, quiet: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
-    "What an adaptation found, with the command that follows."
+def told(place: str, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
+    "What an adaptation found, and a search page, or the command for it; the passages are worth it whatever was found."
     found = read_json(Path(place)/"adapt.json")
     if quiet: typer.echo("\n".join([found["verdict"]["sentence"], *found["advice"], f"the page: {place}/verdict.html"]))
-    best = found["model"] or "minilm" # the passages are worth searching, whatever the verdict
-    typer.echo(f"next: anchor-nb serve {best} {place}/steps/read/passages.jsonl")
+    models, passages = [found["model"]]*bool(found["model"]) + ["minilm"], f"{place}/steps/read/passages.jsonl"
+    if search:
+        from anchor_nb.release.serving import serve
+        serve(models, passages, keep=f"{place}/search")
+    else: typer.echo(f"next: anchor-nb serve {' '.join(models)} {passages}")
     return found
 
 @app.command("adapt", rich_help_panel=START, help=RECIPES["adapt"].__doc__)
@@ -92,6 +95,7 @@ def adapt(place: Documents = "", out: option(str, "where model, verdict and step
           parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
           output: option(Path | None, "where the executed notebook goes; default: in --out", "--output") = None,
           example: option(bool, "on the toy village that comes with the package", "--example") = False,
+          search: option(bool, "end with a search page over the documents; Ctrl-C closes it", "--search") = False,
           dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
     "Documents in, an embedder out."
     pairs = [*parameter, *([f"documents={place}"] if place else []), *([f"out={out}"] if out else [])]
@@ -102,7 +106,7 @@ def adapt(place: Documents = "", out: option(str, "where model, verdict and step
         if values.get("documents"): show_outlook(values)
         return
     run_stage("adapt", values, output, log=not quiet)
-    if not told(values.get("out", default_out("adapt")), quiet)["verdict"]["better"]:
+    if not told(values.get("out", default_out("adapt")), quiet, search)["verdict"]["better"]:
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/02_training.ipynb #646e51a9

@@ -110,8 +110,8 @@ def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of 
     asked = heads + [(query, n) for query, n in questions if query]
     kept = found_again(asked, texts, encode=encoder_of(MINER) if len(texts) <= SURVEYED else None)
     if not kept:
-        raise ValueError(f"no query could be made from {recipe.documents}: none of {len(asked)} titles, headings, links "
-                         "and questions finds its passage again; give pairs of your own, or another generator")
+        raise ValueError(f"no query could be made from {recipe.documents}: none of {len(asked)} titles, headings, "
+                         "links and questions finds its passage again; give pairs of your own, or another generator")
     titles = {query for query, _ in heads}
     return kept, dict(headings=len(heads), questions=len(asked) - len(heads),
                       kept_headings=sum(query in titles for query, _ in kept),
@@ -326,9 +326,9 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                      "here and all-MiniLM know English only: name a multilingual base, and read the comparison with "
                      "care.")
     if pairs["made"]:
-        lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links and "
-                     f"{pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator} found their "
-                     "passage again.")
+        lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links "
+                     f"and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator} found "
+                     "their passage again.")
     else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
     lines.append(f"Trained on {split['train']:,} pairs, {facts['mine']['negatives']:,} mined negatives; chosen on "
                  f"{split['dev']} queries, judged on {split['exam']}.")
@@ -458,7 +458,9 @@ def outlook(recipe: Adapt) -> list: # of lines
     found = f"{len(documents):,} documents, {len(passages):,} passages, {len(skipped)} files left out"
     lines = [outlook_row("read", found)]
     if recipe.pairs: pairs = sum(map(len, load_pairs(recipe.pairs, columns=recipe.columns).values()))
-    else: pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages)) + min(recipe.questions, len(passages))
+    else:
+        pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages))
+        pairs += min(recipe.questions, len(passages))
     exam, dev = part_sizes(pairs, recipe)
     train = min(recipe.train_pairs or pairs, pairs - exam - dev)
     each = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
