@@ -142,7 +142,7 @@ GOALS = [Goal(f"{part}: cases within the tolerances", part, all_hold, least=1, p
     Goal("several GPUs: speed of all, over that many times one", "scaling", worst_scaling, least=0.85, percent=True)]
 
 
-def verdict(goal: Goal, rows: list) -> tuple:  # (measured as text, met, missed or not run)
+def verdict(goal: Goal, rows: list) -> tuple:  # (measured as text, met, not reached or not run)
     "What was measured for a goal; a speed counts also where its part did not end well."
     value = goal.value(cases(rows, goal.part), rows)
     status = last_runs(rows).get(goal.part, {}).get("status", "not run")
@@ -151,7 +151,7 @@ def verdict(goal: Goal, rows: list) -> tuple:  # (measured as text, met, missed 
     if all(row["dry"] for row in rows) and goal.value is not all_hold: return shown, "not run (a dry run)"
     good = value >= goal.least if goal.least else value <= goal.most
     unfinished = goal.value is all_hold and status != "done"  # what holds may be less than all there is
-    return shown, status if good and unfinished else "met" if good else "missed"
+    return shown, status if good and unfinished else "met" if good else "not reached"
 
 
 # ---- the page ----
