@@ -85,7 +85,7 @@ def attention_alone(attention: str, dtype, packed, heads: tuple, reach: str, sin
     """Output and three gradients of one call on random states, [1, heads, tokens, 64].
 
     reach: causal, both ways or last token, the queries of each text's last token alone. sink: added to the first key of
-    each text along a direction that all queries share, so that nearly all attention rests there, as in a language model.
+    each text along a direction that all queries share: nearly all attention rests there, as in a language model.
     """
     from types import SimpleNamespace
     import torch
@@ -135,11 +135,10 @@ def kernel_rows(**settings):
     yield from isolated("gpu:kernel_way", **settings)
 
 
-def parity_rows(carry: float, stages: tuple = ("stage1", "stage2"), **settings):
-    "Parity of both stages on one model, of stage I also with a shorter anchor."
-    for stage in stages:
-        yield from isolated("gpu:parity_way", stage=stage, **settings)
-        if stage == "stage1": yield from isolated("gpu:parity_way", stage=stage, carry=carry, **settings)
+def parity_rows(stages: tuple = ("stage1", "stage2"), carry: float = 0, **settings):
+    "Parity of both stages on one model; with carry, of stage I with a shorter anchor too."
+    for stage in stages: yield from isolated("gpu:parity_way", stage=stage, **settings)
+    if carry: yield from isolated("gpu:parity_way", stage="stage1", carry=carry, **settings)
 
 
 def encode_way(model: str, corpus: str, texts: int, max_length: int, tolerances: dict) -> list:  # of rows
@@ -364,7 +363,7 @@ class Part(NamedTuple):
 SMALL, BIG = "smollm2-135m", "random:llama-3.2-1b"
 STAGES = dict(a="parity", b="speed and memory", c="several GPUs", d="the experiment")
 LIMITS = dict(a=300, b=900, c=240, d=10**9)  # seconds of a stage; d: what is left
-PARITY = dict(corpus="wiki", pairs=8, max_length=192, pieces=512)  # with carry, the anchor is as long as an embedding
+PARITY = dict(corpus="wiki", pairs=8, max_length=192, pieces=512)
 DRY_PARITY = dict(model="tiny", corpus="toy", pairs=6, max_length=48, pieces=96)
 STEP = dict(corpora=["wiki"], max_length=512, micro_tokens=0, precision="auto", rounds=2, repeats=3, tolerance=2e-2)
 DRY_STEP = dict(model="tiny", corpora=["toy"], batches=[6], max_length=48, micro_tokens=256, rounds=1, repeats=1,
@@ -382,11 +381,12 @@ BIG_ALONE = dict(STEP, model=BIG, ways=(OURS,), rounds=1)
 PARTS = [
     Part("a", "kernels", kernel_rows, 30, dict(lengths=[7, 33, 64, 1, 120, 15], heads=[[9, 3], [32, 8], [4, 4]],
                                                tolerance=1e-2), dict(heads=[[4, 2]])),
-    Part("a", "parity 135m", parity_rows, 120, dict(PARITY, model=SMALL, carry=0.07), DRY_PARITY),
+    Part("a", "parity random 135m", parity_rows, 60, dict(PARITY, model="random:smollm2-135m"), DRY_PARITY),
+    Part("a", "parity 135m", parity_rows, 90, dict(PARITY, model=SMALL, carry=0.07), DRY_PARITY), # an embedding's norm
     Part("a", "encode and export 135m", encode_rows, 40, dict(
         model=SMALL, corpus="wiki", texts=128, max_length=192, tolerances=dict(fp32=1e-4, bf16=2e-2)),
         dict(model="tiny", corpus="toy", texts=16, max_length=48)),
-    Part("a", "parity 1b", parity_rows, 120, dict(PARITY, model=BIG, carry=0.02), dict(DRY_PARITY, stages=("stage2",))),
+    Part("a", "parity 1b", parity_rows, 120, dict(PARITY, model=BIG), dict(DRY_PARITY, stages=("stage2",))),
     Part("a", "kill and resume", resume_rows, 60, dict(
         corpus="wiki", model=SMALL, steps=8, kill_after=4, global_batch=16, max_length=128, tolerance=1e-2),
         dict(corpus="toy", model="tiny", global_batch=4, max_length=48, micro_tokens=256, workers=0, tolerance=0.0,

@@ -1,9 +1,10 @@
 "`make gpu` as a dry run in short: rows as they come, limits, what a failure leaves behind, and the page."
 import json
-import os
+import re
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent.parent/"nbs"/"benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import gpu
 import gpu_kit
-from gpu_page import GOALS, as_page, cases, last_runs, verdict
+from gpu_page import ASKED, GOALS, as_page, asked_line, cases, ending, last_runs, verdict
 from isolation import OutOfTime, isolated, within
 
 MACHINE = dict(device="NVIDIA H100", kind="cuda", count=1)
@@ -99,8 +100,20 @@ def test_goals_are_judged_from_rows_and_nothing_unmeasured_is_met():
     assert found["encode, 135M:encode 135m"] == ("1.20", "not reached")
     assert found["parity 1b:parity 1b"] == ("50%", "not reached") and found["memory:stage1 1b"] == ("4%", "met")
     page = as_page(rows, gpu.PARTS, gpu.STAGES)
-    assert "## NVIDIA H100" in page and page.count("not run yet") == len(gpu.PARTS) - 3
+    assert "## NVIDIA H100" in page and "goals, 3 met, 2 not reached" in page
     assert "**Not run yet**" in as_page([], gpu.PARTS, gpu.STAGES)
+
+
+def test_what_was_not_measured_says_why():
+    rows = measured("parity 1b", dict(case="stage1, packed_varlen, bf16", holds=True))
+    for row in rows: row["machine"] = MACHINE | dict(attention=["packed_varlen", "packed_sdpa"])
+    lines = {asked.name: asked_line(asked, rows, gpu.PARTS)[1:] for asked in ASKED}
+    assert lines["packed_varlen"] == ["1 case, 1 of 1 hold", ""]
+    assert lines["FlashAttention 3"][1].startswith("its package is not installed")
+    assert lines["FSDP2 over NCCL"][1] == "two ranks equal one: not run, needs 2 GPUs, and there is 1"
+    assert all(measured != "not run" or why for measured, why in lines.values())
+    assert all(end["status"] == "done" or end["why"] for end in (ending(part, rows) for part in gpu.PARTS))
+    assert {name for asked in ASKED for name in asked.parts} <= {part.name for part in gpu.PARTS}
 
 
 def test_goals_and_parts_name_each_other():
@@ -114,13 +127,20 @@ def test_goals_and_parts_name_each_other():
 def test_a_kit_joins_by_hash_and_says_which_piece_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_kit, "PIECE", 1024)
     monkeypatch.setattr(gpu_kit, "tracked", lambda: [(Path(__file__), "tests/this.py")])
-    about = gpu_kit.make_kit(tmp_path/"kit", [], cache=False)
+    def fetched(names, folder):
+        for tags in ("py3-none-any", "cp27-cp27m-win32"):
+            with zipfile.ZipFile(folder/f"{names[0]}-1.0-{tags}.whl", "w") as wheel: wheel.writestr(f"{tags}.py", "")
+    monkeypatch.setattr(gpu_kit, "fetch_wheels", fetched)
+    about = gpu_kit.make_kit(tmp_path/"kit", ["nowhere_else"], cache=False)
     assert len(about["pieces"]["source"]) > 1
     assert all((tmp_path/"kit"/piece["file"]).stat().st_size <= 1024 for piece in about["pieces"]["source"])
     unpack = [sys.executable, "-I", str(tmp_path/"kit"/"unpack.py"), str(tmp_path/"kit"), str(tmp_path/"work")]
     subprocess.run(unpack, check=True)
     assert (tmp_path/"work/source/tests/this.py").read_bytes() == Path(__file__).read_bytes()
     assert "version" in json.loads((tmp_path/"work/source/commit.json").read_text())
+    assert [file.name for file in (tmp_path/"work/site-packages").iterdir()] == ["py3-none-any.py"]
+    start = (tmp_path/"kit"/"start.sh").read_text()
+    assert "$work/site-packages" in start and not {"pip", "curl", "wget", "conda"} & set(re.split(r"\W+", start))
     piece, = list((tmp_path/"kit").glob("source-000"))
     piece.write_bytes(b"x" + piece.read_bytes()[1:])
     (tmp_path/"work/done.json").unlink()
