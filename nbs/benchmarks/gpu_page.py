@@ -229,7 +229,9 @@ def asked_line(asked: Asked, rows: list, parts: list) -> list:  # cells
     "How many cases there are of what was asked; where there is none, why."
     mine = [row for part in asked.parts for row in cases(rows, part) if asked.mine(row)]
     held = [row["holds"] for row in mine if "holds" in row]
-    if mine: return [asked.name, f"{len(mine)} case{'s'*(len(mine) != 1)}" + (f", {sum(held)} of {len(held)} hold" if held else ""), ""]
+    if mine:
+        shown = f"{len(mine)} case{'s'*(len(mine) != 1)}" + f", {sum(held)} of {len(held)} hold"*bool(held)
+        return [asked.name, shown, ""]
     kernel = KERNELS.get(asked.name)
     if rows and kernel and all(kernel not in row["machine"].get("attention", [kernel]) for row in rows):
         return [asked.name, "not run", "its package is not installed on this machine, or not for this GPU"]
