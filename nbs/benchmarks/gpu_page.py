@@ -153,7 +153,7 @@ def verdict(goal: Goal, rows: list) -> tuple:  # (measured as text, met, not rea
         value = goal.value(cases(rows, goal.also), rows)
         where = f" in {goal.also}; {goal.part}: {status}"
     elif goal.value is forecast_error and status != "done": where = f" so far; {goal.part}: {status}"
-    if value is None: return "–", status if status != "done" else "not run"
+    if value is None: return "–", "not run" if status in ("done", "not run") else f"not measured: {status}"
     shown = f"{value:.0%}" if goal.percent else f"{value:.2f}"
     if all(row["dry"] for row in rows) and goal.value is not all_hold: return shown, "not run (a dry run)"
     good = value >= goal.least if goal.least else value <= goal.most
