@@ -221,8 +221,8 @@ ASKED = [Asked(name, RIGHT, with_kernel(kernel)) for name, kernel in KERNELS.ite
     Asked(ST, ("stage2 135m", "encode 135m", "encode 1b"), with_way(ST)),
     Asked(f"{ST}, cached loss", ("stage2 135m",), with_way(f"{ST} cached")),
     Asked("torch.compile", ("compile 1b",), lambda row: row["case"] == "compile=True"),
-    Asked("DDP over NCCL", ("two ranks equal one",), with_kernel("ddp")),
-    Asked("FSDP2 over NCCL", ("two ranks equal one",), with_kernel("fsdp2"))]
+    Asked("DDP (NCCL on GPUs)", ("two ranks equal one",), with_kernel("ddp")),
+    Asked("FSDP2 (NCCL on GPUs)", ("two ranks equal one",), with_kernel("fsdp2"))]
 
 
 def asked_line(asked: Asked, rows: list, parts: list) -> list:  # cells
@@ -234,7 +234,7 @@ def asked_line(asked: Asked, rows: list, parts: list) -> list:  # cells
         return [asked.name, shown, ""]
     kernel = KERNELS.get(asked.name)
     if rows and kernel and all(kernel not in row["machine"].get("attention", [kernel]) for row in rows):
-        return [asked.name, "not run", "its package is not installed on this machine, or not for this GPU"]
+        return [asked.name, "not run", "cannot run on this machine: no package for it, or no GPU that it supports"]
     ends = {part.name: ending(part, rows) for part in parts if part.name in asked.parts}
     why = "; ".join(f"{name}: {end['status']}" + f", {end['why']}"*(end["status"] == "not run")
                     for name, end in ends.items() if end["status"] != "done")

@@ -109,8 +109,8 @@ def test_what_was_not_measured_says_why():
     for row in rows: row["machine"] = MACHINE | dict(attention=["packed_varlen", "packed_sdpa"])
     lines = {asked.name: asked_line(asked, rows, gpu.PARTS)[1:] for asked in ASKED}
     assert lines["packed_varlen"] == ["1 case, 1 of 1 hold", ""]
-    assert lines["FlashAttention 3"][1].startswith("its package is not installed")
-    assert lines["FSDP2 over NCCL"][1] == "two ranks equal one: not run, needs 2 GPUs, and there is 1"
+    assert lines["FlashAttention 3"][1].startswith("cannot run on this machine")
+    assert lines["FSDP2 (NCCL on GPUs)"][1] == "two ranks equal one: not run, needs 2 GPUs, and there is 1"
     assert all(measured != "not run" or why for measured, why in lines.values())
     assert all(end["status"] == "done" or end["why"] for end in (ending(part, rows) for part in gpu.PARTS))
     assert {name for asked in ASKED for name in asked.parts} <= {part.name for part in gpu.PARTS}
