@@ -1458,6 +1458,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_nb/experiments/parity.py'),
                                               'anchor_nb.experiments.parity.make_step': ( 'experiments/parity.html#make_step',
                                                                                           'anchor_nb/experiments/parity.py'),
+                                              'anchor_nb.experiments.parity.move_weights': ( 'experiments/parity.html#move_weights',
+                                                                                             'anchor_nb/experiments/parity.py'),
                                               'anchor_nb.experiments.parity.naive_gradient': ( 'experiments/parity.html#naive_gradient',
                                                                                                'anchor_nb/experiments/parity.py'),
                                               'anchor_nb.experiments.parity.naive_stage1': ( 'experiments/parity.html#naive_stage1',

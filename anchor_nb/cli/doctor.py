@@ -117,7 +117,7 @@ def check_attention() -> Check:
     from anchor_nb.models.attention import on_gpu, usable_attention
     usable = usable_attention()
     return judged("attention", ", also ".join(usable), (on_gpu() and usable[0] == "packed_sdpa", "warn",
-                  'slow; install torch 2.12 or later, or pip install "anchor_nb[flash]"'))
+                  'slow; install torch 2.11 or later, or pip install "anchor_nb[flash]"'))
 
 # %% ../../nbs/cli/01_doctor.ipynb #b3a35cce
 def check_precision() -> Check:

@@ -239,9 +239,11 @@ def rendezvous(node: Node) -> dict: # for torch's launcher
 def start_ranks(rank: Rank, args: tuple, processes: int, start_method: str, node: Node):
     "Start `processes` ranks on this machine through torch's elastic launcher, and wait for them."
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    # ranks get so many seconds to write a checkpoint before they are killed; torch 2.11 knows no other time than its 30
+    patience = dict(shutdown_timeout=600) if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
     config = LaunchConfig(min_nodes=node.count, max_nodes=node.count, nproc_per_node=processes, max_restarts=0,
                           monitor_interval=0.1, start_method=start_method, signals_to_handle=",".join(SIGNALS),
-                          shutdown_timeout=600, **rendezvous(node))
+                          **patience, **rendezvous(node))
     config.numa_options = None
     gc.collect()
     gc.freeze()

@@ -36,7 +36,7 @@ TRAIN = ["accelerate", "peft", "psutil", "xxhash"]  # xxhash: checkpoints
 COMPARE = ["sentence-transformers", "datasets"]  # the peers, and tables that are larger than memory
 PYTHONS = ["3.11", "3.12", "3.13"]
 PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "manylinux_2_17_x86_64"]
-MODELS, CORPORA = ["smollm2-135m", "tiny"], ["wiki", "debian", "toy"]
+MODELS, CORPORA = ["smollm2-135m", "tiny"], ["wiki", "wordnet", "toy"]
 
 # ---- wheels ----
 
@@ -192,7 +192,7 @@ def main(kit, work):
             archive.extractall(into, **how)
     for name, wheel in fitting((work/"wheels").glob("*.whl")).items():
         print(f"adding {wheel.name}")
-        with zipfile.ZipFile(wheel) as archive: archive.extractall(work/"site")
+        with zipfile.ZipFile(wheel) as archive: archive.extractall(work/"site-packages")
     done.write_text(json.dumps(about))
 
 
@@ -212,8 +212,8 @@ lacks() { echo "start.sh: $python $1" >&2; echo "say PYTHON=/path/to/one that ha
 "$python" -c 'import torch, transformers' || lacks "lacks torch or transformers"
 mkdir -p "$work"
 "$python" "$kit/unpack.py" "$kit" "$work"
-export PYTHONPATH="$work/source:$work/site${PYTHONPATH:+:$PYTHONPATH}" ANCHOR_NB_CACHE="$work/cache" HF_HUB_OFFLINE=1
-export HF_DATASETS_CACHE="$work/tables"
+export PYTHONPATH="$work/source:$work/site-packages${PYTHONPATH:+:$PYTHONPATH}"  # dill looks for a folder of this name
+export ANCHOR_NB_CACHE="$work/cache" HF_DATASETS_CACHE="$work/tables" HF_HUB_OFFLINE=1
 cd "$work/source"
 exec "$python" nbs/benchmarks/gpu.py "$@"
 '''
