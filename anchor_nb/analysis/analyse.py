@@ -171,15 +171,15 @@ def geometry_rows(measured: list, **common) -> list: # measured: dictionaries wi
                  manifest=row["manifest"], training_seed=row["training_seed"], **common)
             for row in measured for name, (value, low, high) in row["numbers"].items()]
 
-def similarity_rows(found: dict, label: str, **common) -> list: # found: from `streaming.compare`
+def similarity_rows(compared: dict, label: str, **common) -> list: # compared: from `streaming.compare`
     "A row a measure, at the last pair of layers, with what the nulls give there."
     rows = []
-    for metric, curves in found["curves"].items():
+    for metric, curves in compared["curves"].items():
         last = {null: {part: values[-1] for part, values in curve.items()} for null, curve in curves.items()}
         nulls = {f"null_{null}": values["value"] for null, values in last.items() if null != "pair"}
         if last["pair"]["value"] is not None:
             rows.append(dict(label=label, step=0, metric=metric, **last["pair"], **nulls, **common))
-    probe = (found["probe"] or {}).get("accuracy", {})
+    probe = (compared["probe"] or {}).get("accuracy", {})
     return rows + [dict(label=label, step=0, metric=f"probe_{way}", **values, **common) for way, values in probe.items()
                    if values]
 

@@ -198,11 +198,11 @@ def overlap(a: Tensor, b: Tensor, # [rows, neighbours], nearest first
     return common/(2*count - common)
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #62591557
-def permuted(found: Tensor,  # [rows, neighbours] of rows in their own order
-             order: Tensor,  # [rows] the row that comes to each place
-            ) -> Tensor:     # [rows, neighbours]
+def permuted(neighbours: Tensor, # [rows, neighbours] of rows in their own order
+             order: Tensor,      # [rows] the row that comes to each place
+            ) -> Tensor:         # [rows, neighbours]
     "The neighbours after permuting the rows."
-    return order.argsort()[found[order]]
+    return order.argsort()[neighbours[order]]
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #0fce68ae
 def expanded(blocks: int) -> tuple: # (low, high) in [0, 1]

@@ -92,7 +92,7 @@ def split_fix(text: str) -> tuple: # (what is wrong, what to do); the second may
 
 # %% ../../nbs/core/05_errors.ipynb #e5c1ea01
 def is_clear(error: BaseException) -> bool:
-    "Whether two lines say it all, so that nobody needs the traceback."
+    "Whether the two lines suffice without the traceback."
     reworded = getattr(error, "errno", None) in SYSTEM or isinstance(error, ModuleNotFoundError)
     return is_expected(error) and (reworded or is_ours(error))
 

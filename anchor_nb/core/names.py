@@ -23,7 +23,7 @@ def near_names(name: str, known, # known: names
 
 # %% ../../nbs/core/08_names.ipynb #7eb88841
 def near_paths(path: str) -> list: # of existing paths, the nearest first
-    "What may have been meant by a path that does not exist."
+    "Existing paths that a missing one may have meant."
     place = Path(path).expanduser()
     missing = next((part for part in (*reversed(place.parents), place) if not part.exists()), None)
     if missing is None or not missing.name: return []

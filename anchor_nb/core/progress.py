@@ -84,7 +84,7 @@ def progress(items=None,           # what to iterate over; None: the caller call
 # %% ../../nbs/core/06_progress.ipynb #b7a0e1c2
 @contextmanager
 def without_bars():
-    "No bars by transformers while the block runs; those of downloads stay at a terminal."
+    "Hide transformers' progress bars in the block; those of downloads stay visible in a terminal."
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
     shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
@@ -99,6 +99,6 @@ def without_bars():
 # %% ../../nbs/core/06_progress.ipynb #6e1d0a02
 def announce(doing: str,      # such as "reading pairs from"
              what: str = ""): # a path or a name, of which the last two parts are shown
-    "Write on stderr what is being done, in the first process only; nothing where progress is off."
+    "Announce a task on stderr, in the first process only; silent where progress is off."
     parts = [doing, "/".join(Path(what).parts[-2:])]
     if kind() != "off": print(*filter(None, parts), "...", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ def are_numbers(weights: dict) -> bool: # of at least 0
 
 # %% ../../nbs/core/01_recipe.ipynb #b71d3e22
 def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?, what to say)
-    "What no training stage can do."
+    "Combinations of settings that no training stage supports."
     return [(recipe.sharding != "ddp" and recipe.optimizer != "adamw",
              "optimizer=adamw_8bit works on whole weights only; use sharding=ddp or optimizer=adamw"),
             ((recipe.pooling == "tokens") != (recipe.pooling_tokens > 0),
@@ -438,7 +438,7 @@ class Analyse(Recipe):
 # %% ../../nbs/core/01_recipe.ipynb #69233688
 @dataclass(frozen=True, kw_only=True)
 class Report(Recipe):
-    "One page on what the runs of a folder came to, beside the paper's results."
+    "One page with the results of a folder's runs, beside the paper's."
     out: str = setting("runs/evaluate", "folder of the pipeline", how=True, group="first")
     title: str = setting("Anchor embeddings: what this run shows", "title of the report", group="first")
     note: str = setting("", "a sentence to print under the title", group="first")

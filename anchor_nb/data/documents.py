@@ -113,7 +113,7 @@ MARKUP = {".md": from_markdown, ".markdown": from_markdown, ".html": from_html, 
 OFFICE = (".pdf", ".docx", ".pptx", ".epub") # through markitdown
 
 def read_file(path: Path, name: str) -> Document:
-    "A file as a document; ValueError says why it is none."
+    "Read a file as a document; ValueError says why it cannot be read."
     suffix = path.suffix.lower()
     if suffix in OFFICE:
         if not find_spec("markitdown"):
@@ -169,8 +169,8 @@ def in_folder_of_texts(folder: Path, columns: dict) -> tuple: # (documents, path
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts): continue
         try:
-            if format_of(path)[0]: documents += [each._replace(id=f"{name}:{each.id}")
-                                                 for each in from_table(str(path), columns)]
+            if format_of(path)[0]: documents += [document._replace(id=f"{name}:{document.id}")
+                                                 for document in from_table(str(path), columns)]
             else: documents.append(read_file(path, name))
         except (ValueError, OSError) as error: skipped[name] = str(error)
     return documents, skipped
@@ -179,7 +179,7 @@ def in_folder_of_texts(folder: Path, columns: dict) -> tuple: # (documents, path
 def read_documents(source: str,       # a folder of files, a file, a table, a saved dataset, or hf:org/name
                    columns: dict = {}, # text, title, id -> the table's names
                   ) -> tuple:         # (list of `Document`, path -> why it is left out)
-    "All documents of a place; ValueError or FileNotFoundError when there are none."
+    "All documents in a place; ValueError or FileNotFoundError when there are none."
     check_columns(columns, tuple(NAMES))
     place = Path(source).expanduser()
     if not source.startswith("hf:") and not place.exists() and not Path(source.partition(":")[0]).exists():
@@ -188,7 +188,7 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
     if source.startswith("hf:") or is_tables(place) or not place.exists():
         tables = find_sources(source).values()
-        documents, skipped = [each for table in tables for each in from_table(table, columns)], {}
+        documents, skipped = [document for table in tables for document in from_table(table, columns)], {}
     elif place.is_file(): documents, skipped = [read_alone(place)], {}
     else: documents, skipped = in_folder_of_texts(place, columns)
     if not documents:
@@ -215,16 +215,16 @@ class Passage(NamedTuple):
 LONG_WORD = 100 # characters; a longer run without white space is cut
 
 def pieces(text: str, words: int) -> list: # of texts of at most `words` words, that may be joined again
-    "A text cut at paragraphs, where these are long at sentences, where those are long anywhere."
-    found = []
+    "Cut a text at paragraphs, long paragraphs at sentences, and long sentences between words."
+    chunks = []
     for paragraph in filter(str.strip, re.split(r"\n\s*\n", text)):
         for sentence in [paragraph] if len(paragraph.split()) <= words else re.split(r"(?<=[.!?])\s+", paragraph):
             parts = [word[k:k + LONG_WORD] for word in sentence.split() for k in range(0, len(word), LONG_WORD)]
-            found += [" ".join(parts[k:k + words]) for k in range(0, len(parts), words)]
-    return found
+            chunks += [" ".join(parts[k:k + words]) for k in range(0, len(parts), words)]
+    return chunks
 
 def joined(parts: list, words: int) -> list:
-    "Neighbouring pieces together, as long as they fit."
+    "Join neighbouring pieces while they fit."
     texts, size = [], 0
     for part in parts:
         more = len(part.split())
@@ -239,7 +239,7 @@ def passages_of(documents: list, # of `Document`
                 words: int = 160, # the longest passage; ours: about 220 tokens, less than all-MiniLM's 256
                 shortest: int = 3, # words; what is shorter says nothing
                ) -> tuple:      # (list of `Passage`, repeats of earlier ones: (document, number of the passage))
-    "The different passages of documents, in their order; ValueError when none is left."
+    "The distinct passages of documents, in order; ValueError when none is left."
     seen, kept, repeats = {}, [], []
     for document in documents:
         for heading, text in document.sections:

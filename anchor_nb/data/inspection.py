@@ -46,7 +46,7 @@ def read_sheet(source: str, columns: dict) -> Sheet:
 EMPTY = ("nan", "none", "null", "n/a", "na", "#n/a", "-") # what programs write where there is nothing
 
 def odd(row: dict) -> str: # empty: nothing
-    "What is strange about a row in the common form."
+    "Anything suspicious in a row in the common form."
     texts = [("query", row["query"]), *(("positive", text) for text in row["positives"]),
              *(("negative", text) for text in row["negatives"])]
     for name, text in texts:
@@ -147,7 +147,7 @@ def shown(text: str, width: int) -> str:
 
 # %% ../../nbs/data/08_inspection.ipynb #0b16464d
 def report_lines(report: dict) -> list: # report: from `inspect_pairs`
-    "A report for people."
+    "The report as lines of text."
     lines = []
     for name, facts in report["datasets"].items():
         fields = ", ".join(field if count == facts["rows"] else f"{field} ({count})"

@@ -119,7 +119,7 @@ def fit_layout(layout: Layout, pooling: str = "eos", # what will be pooled
 
 # %% ../../nbs/data/03_prompts.ipynb #2b02a0e3
 def around(tokenizer, layout: Layout) -> tuple: # (ids before a text, ids after it)
-    "Token ids of head and tail, as they come out around a text."
+    "Token ids of head and tail, as the tokenizer writes them around a text."
     add_pooling_tokens(tokenizer, layout)
     raw, before = tokenizer.backend_tokenizer, layout.bos + layout.head
     raw.encode_special_tokens = False # a call with split_special_tokens leaves it on
@@ -190,7 +190,7 @@ class Formatter:
         return Formatter(self.tokenizer, replace(self.layout, max_length=max_length))
 
     def join(self, text: str, instruction: str = "") -> tuple: # (text, characters of instruction in front)
-        "The text with what is written before it, and how many characters that takes."
+        "The text behind its instruction or prompt, and the length of that prefix in characters."
         text, layout = text.strip(), self.layout
         if isinstance(instruction, Prompt): return instruction + text, len(instruction)
         form = layout.instruction_format if instruction else layout.document_format

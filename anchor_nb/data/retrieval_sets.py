@@ -60,7 +60,7 @@ class Faults:
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #f1c3a8b5
 def rows_at(path: Path, columns: dict = {}): # columns: our name -> theirs; -> of (location, row or its ValueError)
-    "The rows of a table; those of JSONL go on after a faulty line."
+    "The rows of a table; reading of JSONL continues after a faulty line."
     ours = lambda row: renamed(row, {name: named for name, named in columns.items() if named in row}) if isinstance(
         row, dict) else row
     if format_of(path)[0] not in (".jsonl", ".ndjson"):

@@ -148,7 +148,7 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
     name = pick_field(raw, QUERY)
     if graded := [field for field in ("score", "label") if raw.get(field) is not None]:
         raise ValueError(f"field {graded[0]!r} grades the pair, and training takes only pairs that belong together; "
-                         "remove the other rows, and the field; if it is no grade, hide it with "
+                         "remove the other rows, and the field; if it is not a grade, hide it with "
                          f"columns='{{{graded[0]}: }}'")
     paired, query = as_text(raw[name], name)
     instruction = query_instruction(raw, name, paired)
@@ -298,13 +298,13 @@ def rotate(items: list, turn: int, count: int) -> list: # `count` items, others 
     return [items[(turn*count + k) % len(items)] for k in range(min(count, len(items)))]
 
 def deal(lengths: list, rank: int, ranks: int) -> list: # of numbers, ascending
-    "The examples of one rank: as many as any other's, and about as long."
+    "One rank's examples: as many as every other rank gets, and about as long."
     order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
     player = lambda place: min(place % (2*ranks), 2*ranks - 1 - place % (2*ranks))
     return sorted(n for place, n in enumerate(order) if player(place) == rank)
 
 def characters(example: Example, most: int = 2560) -> int: # most: characters counted per text, ~512 tokens
-    "How long an example is."
+    "The length of an example in characters."
     return sum(min(len(text), most) for text in (example.query, example.positive, *example.negatives))
 
 # %% ../../nbs/data/01_rows.ipynb #b2b5ab73

@@ -45,11 +45,11 @@ def group_rows(rows: list,      # in the common form
 
 # %% ../../nbs/data/09_splitting.ipynb #178466e8
 def asked(rows: list, numbers: list) -> int:
-    "How many different queries some rows have."
+    "The number of distinct queries in some rows."
     return len({plain(rows[n]["query"]) for n in numbers})
 
 def draw_exam(rows: list, groups: list, wanted: int, seed: int) -> list: # row numbers, ascending
-    "Groups for the exam, with `wanted` queries in all or nearly so; ValueError when every group is too large."
+    "Groups for the exam, with about `wanted` queries in total; ValueError when every group is too large."
     names = {min(exact_key(rows[n]).hex() for n in numbers): numbers for numbers in groups}
     taken, queries = [], 0
     for name in draw(names, 0, seed):
@@ -170,7 +170,7 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
 
 # %% ../../nbs/data/09_splitting.ipynb #5f95813e
 def split_lines(facts: dict, out: str) -> list:
-    "What a split has made, for people."
+    "A summary of a split, as lines of text."
     pairs, queries = sum(facts["pairs"].values()), facts["queries"]
     lines = [f"{facts['rows']} rows in {facts['groups']} groups that share or nearly repeat a query or a document"
              + (f", or share {facts['by']}" if facts["by"] else ""),

@@ -132,7 +132,7 @@ def header_of(cells: list, path, line: int) -> list: # of names; "" for a column
     return names
 
 def row_of(header: list, cells: list) -> dict: # column -> text, or None where the cell is blank
-    "A row of a file that has nothing but text."
+    "A row of a file format that holds only text."
     return {name: cell if cell.strip() else None for name, cell in zip(header, cells) if name}
 
 def csv_records(path) -> Iterator: # of (number of its first line, cells, the delimiter)
@@ -176,7 +176,7 @@ def sheet_rows(path) -> Iterator: # of (place in the file, row)
     from zipfile import BadZipFile
     try: table = pandas.read_excel(path, dtype=str, na_filter=False, header=None, engine="openpyxl")
     except (BadZipFile, KeyError):
-        raise ValueError(f"{path} is damaged, or no .xlsx file; save it again, or as CSV") from None
+        raise ValueError(f"{path} is damaged or not an .xlsx file; save it again, or as CSV") from None
     rows = table.to_numpy().tolist()
     header = header_of(rows[0] if rows else [], path, 1)
     for number, cells in enumerate(rows[1:], 2):
@@ -411,12 +411,12 @@ def find_sources(data: str, # a folder, a file, a saved dataset with an optional
     if path.is_file() and not split:
         if format_of(path)[0]: return {name_of(path): str(path)}
         refuse_foreign(path)
-        raise ValueError(f"{path} is no table that can be read; save it as one of {FORMATS}")
+        raise ValueError(f"{path} is not a table that can be read; save it as one of {FORMATS}")
     if not path.is_dir():
         near = f"did you mean {' or '.join(near_paths(data))}?" if near_paths(data) else (
             f"give a table ({FORMATS}), a folder of them, or hf:org/name for a dataset on the hub")
         raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; {near}")
     if (path/"dataset_dict.json").is_file(): return {path.name: str(saved_splits(path, split))}
     if split:
-        raise ValueError(f"{path} is no DatasetDict, so it has no split {split}; leave out :{split}")
+        raise ValueError(f"{path} is not a DatasetDict, so it has no split {split}; leave out :{split}")
     return {path.name: str(path)} if (path/"state.json").is_file() else in_folder(path)

@@ -66,9 +66,9 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
     costs, known = [], []
     for number, group in enumerate(groups):
         shifts = [0, *range(1, len(group))] if number*GROUP < identify else [0, 1]
-        found = run(anchor.pack(group), [*shifts, None])
-        if len(shifts) == len(group): known.append((found[0] < found[1:-1].amin(0)).float())
-        costs.append(found[[0, 1, -1]])
+        losses = run(anchor.pack(group), [*shifts, None])
+        if len(shifts) == len(group): known.append((losses[0] < losses[1:-1].amin(0)).float())
+        costs.append(losses[[0, 1, -1]])
     costs, known = torch.cat(costs, 2).double(), torch.cat(known, 1).mean(1)
     gaps = costs[1] - costs[0]
     margins = 1.96*gaps.std(1)/math.sqrt(len(pairs))
@@ -94,10 +94,10 @@ def in_words(measured: dict, # direction -> `Carried`, or its fields as a dict
 def summed_up(row: dict, # of carried.jsonl: step, pairs, trained_on, and each direction's `Carried` as a dict
              ) -> str:
     "What a measurement says of a run, the verdict first."
-    found = {name: Carried(**values) for name, values in row.items() if isinstance(values, dict)}
-    empty = [at.empty for at in found.values()]
+    measured = {name: Carried(**values) for name, values in row.items() if isinstance(values, dict)}
+    empty = [at.empty for at in measured.values()]
     says = "Its anchors carry the other text of a pair."
     if any(empty): says = "In one direction its anchors are empty."
     if all(empty): says = "Its anchors are empty: it has learned to write, not to read them."
     seen = "that it was trained on" if row["trained_on"] else "held out"
-    return " ".join([f"{says} After {row['step']} steps, on {row['pairs']} pairs {seen}:", *in_words(found)])
+    return " ".join([f"{says} After {row['step']} steps, on {row['pairs']} pairs {seen}:", *in_words(measured)])

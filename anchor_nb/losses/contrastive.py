@@ -67,9 +67,9 @@ def compared(view: View, masked: Tensor, size: int,
     texts, candidates = view.texts[..., :size], view.candidates[..., :size]
     return info_nce(texts, candidates, view.positives, rules.temperature, masked)
 
-def distillation_share(own: View, teacher: Tensor, size: int, rules: ContrastiveRules) -> tuple:
+def distillation_share(view: View, teacher: Tensor, size: int, rules: ContrastiveRules) -> tuple:
     "The distillation loss on the first `size` dimensions."
-    student = cosines(own.texts[..., :size], own.candidates[..., :size])/rules.temperature
+    student = cosines(view.texts[..., :size], view.candidates[..., :size])/rules.temperature
     target = teacher.to(student.dtype)/(rules.teacher_temperature or rules.temperature)
     total, count = DISTILLATIONS[rules.distillation](student, target)
     return share(total, gather(count[None]).sum().clamp(min=1))

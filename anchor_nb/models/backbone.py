@@ -56,7 +56,7 @@ def check_attention(model):
     if any(p.is_meta for p in model.parameters()): return
     behind, outside = what_it_sees(model)
     if not math.isfinite(outside):
-        raise ValueError(f"the states of {model.config._name_or_path or 'this model'} are no finite numbers; its "
+        raise ValueError(f"the states of {model.config._name_or_path or 'this model'} are not finite numbers; its "
                          "training has diverged or its weights are damaged, so take an earlier snapshot")
     name, least = type(model).__name__, 1e-4 if next(model.parameters()).dtype in (torch.float32,
                                                                                    torch.float64) else 2e-2
@@ -90,8 +90,8 @@ def check_causal(folder: str):
     from transformers import AutoConfig
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if not has_head(config):
-        raise ValueError(f"{folder}: {', '.join(getattr(config, 'architectures', None) or []) or 'this model'} is no "
-                         "causal language model with a head; stage I needs one, such as LlamaForCausalLM")
+        raise ValueError(f"{folder}: {', '.join(getattr(config, 'architectures', None) or []) or 'this model'} is "
+                         "not a causal language model with a head; stage I needs one, such as LlamaForCausalLM")
 
 # %% ../../nbs/models/03_backbone.ipynb #16cccf3a
 def checkpoint_activations(model):
@@ -183,7 +183,7 @@ def load_backbone(folder: str,                 # folder or hub id
                                              output_loading_info=True)
     missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
     if missing:
-        raise ValueError(f"{folder} lacks weights for {', '.join(missing[:3])}; it is no complete causal language "
+        raise ValueError(f"{folder} lacks weights for {', '.join(missing[:3])}; it is not a complete causal language "
                          "model")
     model.config.use_cache = False
     set_causality(model, bidirectional)

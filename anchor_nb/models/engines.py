@@ -126,7 +126,7 @@ class EngineEmbedder(RoleEncoder):
         return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors
 
     def to(self, device): # -> itself
-        "Itself; ValueError for another device than the CPU."
+        "Return itself; ValueError for any device but the CPU."
         if torch.device(device).type != "cpu":
             raise ValueError(f"backend={self.backend} runs on the CPU here; load the model with backend='torch' for "
                              f"{device}")
@@ -141,7 +141,7 @@ def load_engine(path: str, backend: str, precision: str, max_length: int, micro_
     return EngineEmbedder(path, backend, precision, max_length, micro_tokens)
 
     def on(self, devices): # -> itself
-        "Itself; ValueError for any other device than the CPU."
+        "Return itself; ValueError for any device but the CPU."
         for device in [devices] if isinstance(devices, (str, torch.device)) else devices: self.to(device)
         return self
 

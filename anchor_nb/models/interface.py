@@ -97,7 +97,8 @@ class Comparing:
         """
         a, b = both_rows(a, b)
         if len(a) != len(b) and 1 not in (len(a), len(b)):
-            raise ValueError(f"{len(a)} vectors and {len(b)} are no pairs; give as many of each, or take similarity")
+            raise ValueError(f"{len(a)} vectors and {len(b)} cannot be paired; give as many of each, or take "
+                             "similarity")
         return (a*b).sum(-1)
 
 # %% ../../nbs/models/08_interface.ipynb #d0f898b4

@@ -73,8 +73,8 @@ def st_modules(folder: Path) -> dict: # kind -> its folder
     "The modules of a sentence-transformers folder; ValueError for unsupported ones."
     parts = {part["type"].rpartition(".")[2]: folder/part["path"] for part in json_or_empty(folder/"modules.json")}
     if not {"Transformer", "Pooling"} <= set(parts):
-        raise ValueError(f"{folder}/modules.json is missing or names no Transformer and Pooling, so this is no folder "
-                         "of sentence-transformers; leave kind out, or name the kind that it is")
+        raise ValueError(f"{folder}/modules.json is missing or names no Transformer and Pooling, so this is not a "
+                         "folder of sentence-transformers; leave kind out, or name the kind that it is")
     if further := set(parts) - {"Transformer", "Pooling", "Normalize"}:
         raise ValueError(f"{folder}/modules.json has {', '.join(sorted(further))}, which is no part of an embedder "
                          "here; use library=sentence-transformers")
@@ -151,7 +151,7 @@ def read_facts(folder: str,         # model folder or hub id
     if kind == "sentence-transformers": return read_sentence_transformers(folder, tokenizer, bidirectional)
     if kind in GRITLM: return read_gritlm(kind, tokenizer, bidirectional)
     if kind == "anchor_nb" and not (folder/LAYOUT_FILE).is_file():
-        raise ValueError(f"{folder} has no {LAYOUT_FILE}, so kind=anchor_nb is not what it is; leave kind out")
+        raise ValueError(f"{folder} has no {LAYOUT_FILE}, so it is not of kind=anchor_nb; leave kind out")
     stored = json_or_empty(folder/LAYOUT_FILE) or dict(layout=asdict(resolve_layout(tokenizer)))
     return stored if bidirectional is None else dict(stored, bidirectional=bidirectional)
 

@@ -138,7 +138,7 @@ def near_models(name: str) -> list: # of short names
     return [] if "/" in name else list(dict.fromkeys(spellings()[near] for near in near_names(name, spellings())))
 
 def did_you_mean(name: str) -> str:
-    "The end of a message on a model that is not there: what may have been meant, else what there is."
+    "The end of a message about a missing model: likely names, else all short names."
     if near := [*near_models(name), *near_paths(name)][:3]: return f"did you mean {' or '.join(near)}?"
     names = ", ".join(dict.fromkeys([*MODELS, *BUILT_MODELS]))
     return f"short names are {names}, and a hub id looks like owner/model"

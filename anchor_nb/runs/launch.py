@@ -213,7 +213,7 @@ def find_node(nodes: int = 0,         # machines; 0: from NNODES, else 1
         raise ValueError(f"node_rank={node.rank} of nodes={count}; number the nodes from 0 to {count - 1}, with "
                          "node_rank or the environment variable NODE_RANK")
     if not node.address:
-        raise ValueError(f"nodes={count}, but nobody says where they meet; give main_address or the environment "
+        raise ValueError(f"nodes={count}, but no meeting point is given; give main_address or the environment "
                          "variable MASTER_ADDR, the host name of node 0")
     return node
 

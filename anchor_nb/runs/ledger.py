@@ -86,7 +86,7 @@ def frame(path: Path, # a ledger
     rows = read_rows(path)
     for number, row in enumerate(rows, 1):
         if missing := [name for name in [*KEY, "value"] if name not in row]:
-            raise ValueError(f"{path}, row {number}: no {', '.join(missing)}; it is no row of a ledger")
+            raise ValueError(f"{path}, row {number}: no {', '.join(missing)}; it is not a row of a ledger")
     table = pandas.DataFrame(rows, columns=None if rows else [*KEY, "value"])
     return table.drop_duplicates([*KEY, *table.columns.intersection(["training_seed"])],
                                  keep="last").reset_index(drop=True)

@@ -78,7 +78,7 @@ def read_manifest(out: Path, # a run folder
     "The manifest of a run; FileNotFoundError when there is none."
     path = Path(out)/"run.json"
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: {out} is no run folder, or its run has not started")
+        raise FileNotFoundError(f"{path} is missing: {out} is not a run folder, or its run has not started")
     return read_json(path)
 
 # %% ../../nbs/runs/06_manifest.ipynb #1693769f

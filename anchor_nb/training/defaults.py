@@ -95,7 +95,7 @@ def values_from(limits: dict,     # the file of a preset
 
 # %% ../../nbs/training/06_defaults.ipynb #ac919f8d
 def in_words(recipe: Training, rows: int, lengths: list) -> str: # recipe: decided
-    "What a run does in a step, and how long it is."
+    "The size of a step and the length of the run, in words."
     epochs = recipe.steps*recipe.global_batch/rows
     passes = f"{epochs:,.1f} epochs" if epochs > 0.95 else f"{100*epochs:.0f} %"
     whole = ""

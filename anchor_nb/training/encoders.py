@@ -72,13 +72,13 @@ SEARCHED = 192             # pairs
 def search_rate(model: str, rows: list, dev: Retrieval, rates=RATES, batch: int = 32, max_length: int = 256,
                 seed: int = 0) -> dict: # rate -> nDCG@10 on the development part
     "The score of each learning rate after one short epoch."
-    few, found, judge = random.Random(seed).sample(rows, min(len(rows), SEARCHED)), {}, evaluator_of(dev)
+    few, scores, judge = random.Random(seed).sample(rows, min(len(rows), SEARCHED)), {}, evaluator_of(dev)
     for rate in rates:
         encoder = opened(model, max_length)
         fit(encoder, few, None, rate, 1, batch, seed)
-        found[rate] = judge(encoder)[SCORE]
-        announce(f"learning rate {rate:g}: nDCG@10 {100*found[rate]:.1f} on the development part")
-    return found
+        scores[rate] = judge(encoder)[SCORE]
+        announce(f"learning rate {rate:g}: nDCG@10 {100*scores[rate]:.1f} on the development part")
+    return scores
 
 # %% ../../nbs/training/11_encoders.ipynb #4282acd3
 def tune_encoder(model: str,       # a sentence-transformers folder, hub id or short name

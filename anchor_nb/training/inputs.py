@@ -71,7 +71,7 @@ class Resolved:
         self.settle(recipe)
 
     def settle(self, recipe: Training):
-        "Take the values that were open until now."
+        "Fill in the values that were left open."
         self.recipe, self.precision = recipe, recipe.precision # precision: auto until a run that begins has chosen
         rules = BatchRules if self.stage == "stage2" else ReconstructionRules
         self.rules = rules(**settings_in(recipe, rules)) # of the loss

@@ -41,7 +41,7 @@ class Setup:
 def kept_bytes(shape: Shape, setup: Setup,
                last: bool = False, # the last layer, of which only keys and values see every token
               ) -> dict:           # what -> bytes
-    "What autograd keeps of each token in one layer."
+    "Bytes that autograd keeps for each token in one layer."
     H, A, K, F, c = shape.hidden, shape.query, shape.key, shape.mlp, setup.width
     pure, norms = setup.precision == "pure_bf16", 1 if last else 2
     reading = (2 if last else 5) if setup.casts else norms # matrices that read a normed state, each its own copy
@@ -79,12 +79,12 @@ def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     if setup.optimizer == "adamw_8bit" and not setup.rank: parts["optimizer"] += 6*shape.head
     return one_shard(parts, shape, setup) if setup.sharding != "ddp" and setup.processes > 1 else parts
 
-def one_shard(found: dict, shape: Shape, setup: Setup) -> dict: # what -> bytes
+def one_shard(sizes: dict, shape: Shape, setup: Setup) -> dict: # what -> bytes
     "The same under FSDP2: one process's shard, and the layers that are gathered temporarily."
     sharded = ("weights", "adapters", "gradients", "optimizer")
-    held = {name: size//setup.processes if name in sharded else size for name, size in found.items()}
-    layer = found["weights"]*shape.decoder//shape.parameters//shape.layers
-    outside = found["weights"]*(shape.parameters - shape.decoder)//shape.parameters
+    held = {name: size//setup.processes if name in sharded else size for name, size in sizes.items()}
+    layer = sizes["weights"]*shape.decoder//shape.parameters//shape.layers
+    outside = sizes["weights"]*(shape.parameters - shape.decoder)//shape.parameters
     # a layer and the next, what lies outside of layers; whole gradients of both
     return held | {"gathered": 2*layer + outside + (0 if setup.rank else layer + outside)}
 
@@ -163,7 +163,7 @@ def step_flops(shape: Shape, setup: Setup, work: Work, pieces: int = 1, checkpoi
     return sum(flops.values())
 
 def fitting_tokens(shape: Shape, setup: Setup, room: float, checkpointing: bool = False) -> int:
-    "The most tokens of a micro-batch that a number of bytes holds; 0 when not even the model fits."
+    "The largest micro-batch, in tokens, that fits into a number of bytes; 0 when not even the model fits."
     low, high = 0, 2**24
     while high - low > 1:
         middle = (low + high)//2
@@ -190,7 +190,7 @@ def ways(shape: Shape, setup: Setup, work: Work, room: float,
 
 # %% ../../nbs/training/01_memory.ipynb #993dc36f
 def remedies(shape: Shape, setup: Setup, work: Work, room: float) -> str:
-    "The changes with which a stage would fit."
+    "Changes that would make a stage fit."
     def fits(length: int = work.max_length, **changes):
         return bool(ways(shape, replace(setup, **changes), replace(work, max_length=length), room))
     eight, pure, half = dict(optimizer="adamw_8bit"), dict(precision="pure_bf16"), work.max_length//2
@@ -209,7 +209,7 @@ def choose(shape: Shape, setup: Setup, work: Work,
            at_most: int = 0,       # tokens of a micro-batch; 0: `LIMITS`
            enough: int = ENOUGH,
           ) -> Plan:
-    "How to compute a stage on devices like this; ValueError names what would do when nothing fits."
+    "How to compute a stage on devices like this; when nothing fits, ValueError says what would."
     candidates, stage = ways(shape, setup, work, USABLE*free_bytes, enough), setup.stage
     if not candidates:
         need = sum(memory(shape, setup, work.longest(stage), checkpointing=stage != "encode").values())
@@ -292,7 +292,7 @@ def matrix_rate(device="cpu", dtype="float32",  # a torch type or its name
 
 # %% ../../nbs/training/01_memory.ipynb #c308da64
 def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes it
-    "What the weights of a frozen embedder take here; reads no weights."
+    "Memory for the weights of a frozen embedder; reads no weights."
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from anchor_nb.models.attention import on_gpu

@@ -52,7 +52,7 @@ def this_machine(shape: Shape, precision: str = "auto") -> Machine: # shape: of 
 # %% ../../nbs/training/10_plan.ipynb #09ba0008
 @dataclass(frozen=True)
 class Pairs:
-    "What the texts of a run are like; the defaults are our assumption for E5 data."
+    "Number and length of a run's texts; the defaults are our assumption for E5 data."
     rows: int = 0            # 0: not known
     query: float = 25        # tokens of a mean query
     document: float = 180    # tokens of a mean document
@@ -111,7 +111,7 @@ def stage_plan(shape: Shape, setup: Setup, work: Work, machine: Machine): # -> `
 
 # %% ../../nbs/training/10_plan.ipynb #09ba0014
 def costs(shape: Shape, setup: Setup, work: Work, machine: Machine, steps: int) -> dict:
-    "What a stage takes: the plan of a step, the parts of its memory, minutes and hours of all steps."
+    "The cost of a stage: the plan of a step, the parts of its memory, minutes and hours of all steps."
     plan = stage_plan(shape, setup, work, machine)
     largest = min(plan.micro_tokens, max(sum(work.lengths(setup.stage)), work.longest(setup.stage)))
     devices = machine.gpus or machine.cores

@@ -43,7 +43,7 @@ def trial(hidden: int, mlp: int,      # widths of a layer
 # %% ../../nbs/training/02_precision.ipynb #5bfd286a
 @cache
 def measured(hidden: int, mlp: int, threads: int) -> dict: # precision -> tokens/s
-    "What the trial found on this machine, now or before."
+    "The trial's result on this machine, measured now or earlier."
     key = json.dumps([platform.node(), platform.machine(), torch.__version__, threads, hidden, mlp])
     path = cache_dir()/"precision.json"
     try: known = json.loads(path.read_text(encoding="utf-8"))

@@ -44,7 +44,7 @@ def tokens_in(step, items) -> int:
 # %% ../../nbs/training/07_probe.ipynb #7a0be008
 @dataclass(frozen=True)
 class Sample:
-    "What a few batches say about all of them."
+    "Estimates for all batches, from a few of them."
     tokens: float  # of a mean step, over all ranks, as training counts them
     lengths: list  # tokens of the sampled texts
     pairs: int     # that were sampled
@@ -152,7 +152,7 @@ def largest_piece(sample: Sample, global_batch: int, budget: int, whole: bool) -
     return share if whole else min(share, max(budget, *sample.lengths))
 
 def expected_memory(config, setup: Setup, tokens: int, checkpointing: bool, device) -> int: # bytes; 0: unknown
-    "The peak of this process on its device, for micro-batches of so many tokens."
+    "This process's peak memory on its device, for micro-batches of that many tokens."
     try: parts = memory(shape_of(config), setup, tokens, checkpointing)
     except ValueError: return 0 # an architecture that the formulas do not describe
     there = ("weights", "adapters", "guide")
@@ -182,7 +182,7 @@ class Forecast:
         return f"forecast: about {in_time(self.seconds)} for {size} ({speed}), {room}"
 
 def in_time(seconds: float) -> str:
-    "A duration as people say it."
+    "A duration in everyday words."
     if seconds < 99: return f"{seconds:.0f} s"
     if seconds < 99*60: return f"{seconds/60:.0f} min"
     return f"{seconds/3600:.1f} h" if seconds < 48*3600 else f"{seconds/86400:.1f} days"
@@ -219,11 +219,11 @@ COSTS = dict(steps="fewer steps: {kept:.0%} of the examples are seen",
              max_length="shorter texts: {kept:.0%} of the texts are cut",
              global_batch="a smaller batch: {kept:.0%} of the examples, and noisier gradients")
 
-def shorter(recipe, found: Forecast) -> dict: # recipe: `Training`; setting -> (value, share for `COSTS`)
+def shorter(recipe, expected: Forecast) -> dict: # recipe: `Training`; setting -> (value, share for `COSTS`)
     "The largest value of each setting with which a run would end within `LONG`."
-    room = 0.9*LONG/found.seconds
-    fewer, batch, lengths = int(found.steps*room), int(recipe.global_batch*room), found.lengths
-    ways = dict(steps=(fewer, fewer/found.steps)) if fewer else {}
+    room = 0.9*LONG/expected.seconds
+    fewer, batch, lengths = int(expected.steps*room), int(recipe.global_batch*room), expected.lengths
+    ways = dict(steps=(fewer, fewer/expected.steps)) if fewer else {}
     cut = lambda length: sum(min(n, length) for n in lengths)/sum(lengths)
     shorter = [length for length in (256, 192, 128, 96, 64, 48, 32) if length < recipe.max_length]
     fitting = [length for length in shorter if cut(length) <= room]
@@ -234,11 +234,11 @@ def shorter(recipe, found: Forecast) -> dict: # recipe: `Training`; setting -> (
 
 def shorter_commands(recipe,         # `Training` as it was asked for
                      decided,        # the same with all values decided
-                     found: Forecast) -> list: # of lines
+                     expected: Forecast) -> list: # of lines
     "The commands that would end within `LONG`, each with what it costs; empty if this one does, or is not known."
-    if found.seconds <= LONG: return []
+    if expected.seconds <= LONG: return []
     lines = [f"That is over {LONG//60} minutes. One of these would take about {0.9*LONG/60:.0f}:"]
-    for name, (value, kept) in shorter(decided, found).items():
+    for name, (value, kept) in shorter(decided, expected).items():
         changes = {name: value, "out": f"{recipe.out.rstrip('/')}-short"}
         if name == "steps": changes |= at_most(recipe, value)
         lines += [f"  {command_line(replace(recipe, **changes))}", f"      {COSTS[name].format(kept=kept)}"]
@@ -247,16 +247,16 @@ def shorter_commands(recipe,         # `Training` as it was asked for
             "with a smaller max_length, or a GPU."]
 
 def at_most(recipe, steps: int) -> dict: # setting -> value
-    "What else must change for a run of so many steps."
+    "Other settings that must change for a run of that many steps."
     changes = dict(epochs=0.0) if getattr(recipe, "epochs", 0) else {}
     if recipe.warmup_steps > 0: changes["warmup_steps"] = recipe.warmup_steps*steps//max(recipe.steps, steps)
     return changes
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be034
-def kept_forecast(found: Forecast, seconds: float) -> dict: # seconds: that training took; for the manifest
+def kept_forecast(expected: Forecast, seconds: float) -> dict: # seconds: that training took; for the manifest
     "Predicted and actual, as plain values."
-    return dict(steps=found.steps, tokens=round(found.steps*found.tokens), bytes=found.bytes,
-                seconds=round(found.seconds, 1), actual_seconds=round(seconds, 1))
+    return dict(steps=expected.steps, tokens=round(expected.steps*expected.tokens), bytes=expected.bytes,
+                seconds=round(expected.seconds, 1), actual_seconds=round(seconds, 1))
 
 def compared(kept: dict) -> str: # of a manifest; empty where a run kept none
     "Predicted and actual time of a run, in a line."

@@ -77,7 +77,7 @@ def saver(formatter: Formatter, record: Record): # -> a function of (module, fol
 
 # %% ../../nbs/training/09_trainer.ipynb #806525cf
 def training_arguments(recipe: Training) -> TrainingArguments:
-    "What `transformers.Trainer` has to know of a recipe."
+    "A recipe as arguments of `transformers.Trainer`."
     gpu = on_gpu()
     args = TrainingArguments(
         output_dir=recipe.out, max_steps=recipe.steps, learning_rate=recipe.learning_rate,
@@ -113,7 +113,7 @@ def planned(resolved: Resolved, device: str = "cpu", processes: int = 1) -> Plan
 
 # %% ../../nbs/training/09_trainer.ipynb #87f9cac0
 def choose_precision(config) -> str: # fp32 or bf16
-    "What `precision=auto` means for a run that begins; says it."
+    "Choose the precision of a new run with `precision=auto`, and print it."
     first = world()[0] == 0
     precision, why = of_first_rank(auto_precision(config) if first else None)
     if first: print(f"precision: {precision}, since {why}", flush=True)
@@ -160,7 +160,7 @@ class WholeCheckpoints(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint)/"scheduler.pt", weights_only=True))
 
     def _save_checkpoint(self, model, trial):
-        "A checkpoint that has its name only when it is whole; older ones go afterwards."
+        "Write a checkpoint, name it only once it is complete, then remove older ones."
         if self.state.global_step >= self.state.max_steps: return
         out, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
         check_same_weights(self.model)
@@ -283,11 +283,11 @@ def forecast_lines(recipe: Training) -> list: # of lines
                                                                                  plan.micro_tokens)
     announce("loading", inputs.name)
     module = build_model(inputs, None, plan.gradient_checkpointing).to(device)
-    found = foresee(inputs, module, Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, asked.steps),
-                    device)
+    steps = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, asked.steps)
+    expected = foresee(inputs, module, steps, device)
     gpus = (asked.processes or torch.cuda.device_count()) if on_gpu() else 1 # processes on a CPU share its cores
-    found = replace(found, step_seconds=found.step_seconds/gpus)
-    return [str(found), *shorter_commands(recipe, asked, found)]
+    expected = replace(expected, step_seconds=expected.step_seconds/gpus)
+    return [str(expected), *shorter_commands(recipe, asked, expected)]
 
 # %% ../../nbs/training/09_trainer.ipynb #1b59b9b9
 def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None,
@@ -376,7 +376,7 @@ def train(recipe: Training) -> dict[str, Any]:
         checkpoint = of_first_rank(newest_checkpoint(out) if first else None)
         announce("loading", inputs.name)
         trainer = AnchorTrainer(inputs, args, save, checkpoint)
-        found = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
-        if first: print(found, *shorter_commands(inputs.asked, inputs.recipe, found), sep="\n", flush=True)
+        expected = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
+        if first: print(expected, *shorter_commands(inputs.asked, inputs.recipe, expected), sep="\n", flush=True)
         seconds = run_trainer(trainer, checkpoint, inputs.stage.capitalize())
-        return finish(trainer, inputs, save, kept_forecast(found, seconds))
+        return finish(trainer, inputs, save, kept_forecast(expected, seconds))

@@ -85,7 +85,7 @@ def test_tokenizer_without_eos(tmp_path):
 
 def test_model_without_head(tmp_path):
     model = changed_model(tmp_path, "config.json", architectures=["LlamaModel"])
-    assert "LlamaModel is no causal language model" in refused(tmp_path, model=model)
+    assert "LlamaModel is not a causal language model" in refused(tmp_path, model=model)
 
 
 def test_model_that_is_not_there(tmp_path): assert "no-such" in refused(tmp_path, model="./no-such-model")

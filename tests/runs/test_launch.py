@@ -95,7 +95,7 @@ def test_ranks_that_lack_memory_are_started_once_more(tmp_path, capsys):
 
 
 def test_several_nodes_have_to_know_where_they_meet(tmp_path):
-    with pytest.raises(ValueError, match="nodes=2, but nobody says where they meet; give main_address or "
+    with pytest.raises(ValueError, match="nodes=2, but no meeting point is given; give main_address or "
                                          ".*MASTER_ADDR"):
         launch(sum_of_ranks, 1, run_dir=tmp_path, nodes=2, node_rank=0)
     with pytest.raises(ValueError, match="node_rank=2 of nodes=2; number the nodes from 0 to 1"):
