@@ -487,6 +487,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'anchor_nb/core/settings.py'),
                                          'anchor_nb.core.settings.as_dict': ('core/settings.html#as_dict', 'anchor_nb/core/settings.py'),
                                          'anchor_nb.core.settings.as_yaml': ('core/settings.html#as_yaml', 'anchor_nb/core/settings.py'),
+                                         'anchor_nb.core.settings.by_equals': ( 'core/settings.html#by_equals',
+                                                                                'anchor_nb/core/settings.py'),
                                          'anchor_nb.core.settings.check_names': ( 'core/settings.html#check_names',
                                                                                   'anchor_nb/core/settings.py'),
                                          'anchor_nb.core.settings.coerce': ('core/settings.html#coerce', 'anchor_nb/core/settings.py'),
