@@ -13,7 +13,7 @@ import pytest
 
 import warm
 from anchor_nb.experiments.hello import documentation
-from common import ROOT
+from conftest import ROOT
 
 PAGE = ROOT/"nbs/tutorials/five_thousand.ipynb"
 SMALL = {"stage2": "--model tiny --steps 4 --global-batch 8", "evaluate": "--yardsticks bm25"}

@@ -128,13 +128,19 @@ def make_folders():
     Path("instructed/task.json").write_text('{"instruction": "Given a question, find its answer"}')
 
 
+def as_in_a_terminal():
+    "Ctrl-C is heard, also where these tasks run behind an `&`."
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def run(command: str) -> tuple: # (exit code, what came, processor seconds)
     "Run a command as a shell does; INTERRUPT before it sends Ctrl-C after its first checkpoint."
     before, cut = resource.getrusage(resource.RUSAGE_CHILDREN), command.startswith("INTERRUPT ")
     with open("came.txt", "w") as file:
-        process = subprocess.Popen("exec " + command.removeprefix("INTERRUPT "), shell=True, stdout=file, stderr=file)
+        process = subprocess.Popen("exec " + command.removeprefix("INTERRUPT "), shell=True, stdout=file, stderr=file,
+                                   start_new_session=True, preexec_fn=as_in_a_terminal)
         while cut and process.poll() is None and not list(Path("runs/cut").glob("checkpoints/*")): time.sleep(0.2)
-        if cut: process.send_signal(signal.SIGINT)
+        if cut: os.killpg(process.pid, signal.SIGINT) # a terminal sends it to all
         code = process.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return code, Path("came.txt").read_text(), sum(after[:2]) - sum(before[:2])
