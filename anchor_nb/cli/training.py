@@ -42,6 +42,7 @@ Data = argument(str, "the same as --data", metavar="DATA")
 
 def decided(stage: str, values: dict) -> tuple: # (values with what the preset decides for the data, why in words)
     "What a training stage would run with; the values as they are where its data or model is not at hand."
+    from anchor_nb.data.tables import find_sources
     from anchor_nb.models.resolve import is_here
     from anchor_nb.training.inputs import check_inputs
     recipe = RECIPES[stage](**spelled_out(stage, values)[0])
@@ -49,6 +50,7 @@ def decided(stage: str, values: dict) -> tuple: # (values with what the preset d
     open_yet = f"decided from data and model before the first step: {waits}" if waits else ""
     if not recipe.data or not is_here(recipe.model): return values, open_yet
     try:
+        find_sources(recipe.data)
         with redirect_stdout(sys.stderr): inputs = check_inputs(recipe)
     except (OSError, ValueError): return values, open_yet # the forecast names the fault
     return values | as_dict(inputs.recipe), inputs.why
