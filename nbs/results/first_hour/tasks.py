@@ -136,14 +136,15 @@ def as_in_a_terminal():
 def run(command: str) -> tuple: # (exit code, what came, processor seconds)
     "Run a command as a shell does; INTERRUPT before it sends Ctrl-C after its first checkpoint."
     before, cut = resource.getrusage(resource.RUSAGE_CHILDREN), command.startswith("INTERRUPT ")
-    with open("came.txt", "w") as file:
+    shown = Path(f"came-{os.getpid()}.txt")
+    with open(shown, "w") as file:
         process = subprocess.Popen("exec " + command.removeprefix("INTERRUPT "), shell=True, stdout=file, stderr=file,
                                    start_new_session=True, preexec_fn=as_in_a_terminal)
-        while cut and process.poll() is None and not list(Path("runs/cut").glob("checkpoints/*")): time.sleep(0.2)
-        if cut: os.killpg(process.pid, signal.SIGINT) # a terminal sends it to all
+        while cut and process.poll() is None and not list(Path("runs/cut").glob("checkpoint-*")): time.sleep(0.2)
+        if cut and process.poll() is None: os.killpg(process.pid, signal.SIGINT) # a terminal sends it to all
         code = process.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return code, Path("came.txt").read_text(), sum(after[:2]) - sum(before[:2])
+    return code, shown.read_text(), sum(after[:2]) - sum(before[:2])
 
 
 def main(out: Path, wanted: list):
@@ -162,10 +163,10 @@ def main(out: Path, wanted: list):
             code, came, seconds = run(command.replace("STAGE2", str(stage_folder()/"stage2.ipynb")))
             line = next((line.strip() for line in came.splitlines() if words.split("\n")[0] in line), "")
             noise = [] if command.startswith("papermill") else [text for text in NOISE if text in came]
-            right = code == expected and line and not noise
+            verdict = "as it should be" if code == expected and line and not noise else " ".join(["a fault", *noise])
             last = [text for text in came.splitlines() if text.strip()][-1:]
             row = dict(task=task, typed=typed, exit=code, came=(line or "".join(last))[:240],
-                       cpu_seconds=round(seconds, 1), verdict="as it should be" if right else " ".join(["a fault", *noise]))
+                       cpu_seconds=round(seconds, 1), verdict=verdict)
             first = rows.get((task, typed), {}).get("first")
             rows[task, typed] = row | (dict(first=first) if first else {})
             print(json.dumps(row), flush=True)
