@@ -255,7 +255,7 @@ def instructions_of_pairs(recipe: dict, # of a model's record
 
 def trained_with(candidate: Candidate) -> set: # empty: not known
     "The instructions that a model's queries had in training, with an empty text for none."
-    from anchor_nb.models.embedder import small_files
+    from anchor_nb.models.loading import small_files
     if candidate.library != "anchor_nb" or candidate.adapter: return set()
     record = json_or_empty(small_files(find_model(candidate.source))/LAYOUT_FILE)
     recipe = record.get("recipe", {})

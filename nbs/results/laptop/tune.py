@@ -118,4 +118,5 @@ def minilm(name, epochs, rate):
     keep(f"minilm {name}", settings | dict(train_cpu_minutes=round(trained/60, 1)), ndcg(model), began)
 
 
-if __name__ == "__main__": {"data": data, "try": attempt, "against": against, "minilm": minilm}[sys.argv[1]](*sys.argv[2:])
+if __name__ == "__main__":
+    {"data": data, "try": attempt, "against": against, "minilm": minilm}[sys.argv[1]](*sys.argv[2:])
