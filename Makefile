@@ -77,7 +77,7 @@ $(STAMP): settings.ini setup.py constraints.txt
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh -eu -c "$$make_venv"
 	@echo "== installing torch, then anchor_nb with its pinned companions (some minutes, once)"
 	@$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) "$$(grep ^torch== constraints.txt)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev,demo]" -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev]" -c constraints.txt
 	@touch $(STAMP)
 
 # Debian and Ubuntu ship Python without ensurepip unless python3-venv is installed. Then try, in this order:

@@ -44,7 +44,7 @@ sys.exit(not passed)
 
 
 # Tutorials that train for a minute or more; `make test` leaves them to `make test-all`.
-LONG = {f"nbs/tutorials/{name}.ipynb" for name in ("ablations", "five_thousand", "own_data", "search_page", "village")}
+LONG = {f"nbs/tutorials/{name}.ipynb" for name in ("ablations", "own_data", "search_page", "village")}
 
 
 def chosen(paths) -> list:

@@ -305,7 +305,7 @@ def as_text(f, value) -> str: # value: of its option
     if f.type not in (list, dict): return value
     start, end = "[]" if f.type is list else "{}"
     if value[0].startswith(start): return value[0]
-    if f.type is dict: value = [text.replace("=", ": ", 1) for text in value]
+    if f.type is dict and all("=" in text for text in value): return ",".join(value)
     return start + ", ".join(value) + end
 
 def renamed(stage: str, pairs: list) -> list: # pairs: texts like "lr=1e-4"

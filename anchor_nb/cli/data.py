@@ -22,7 +22,6 @@ Columns = option(str, "columns that hold our fields, such as '{query: frage, pos
 
 def read_columns(text: str) -> dict: # our field -> the data's
     "A mapping of fields as it is typed."
-    if "=" in text and not text.lstrip().startswith("{"): text = "{" + text.replace("=", ": ") + "}"
     return coerce("columns", text, dict) if text else {}
 
 # %% ../../nbs/cli/04_data.ipynb #e81b02aa

@@ -55,7 +55,8 @@ def answer_with_table(answer, out: str, models: list, *lines: str):
     "Answer with the outcome of an evaluation, and its table as text."
     from anchor_nb.evaluation.comparison import scoreboard_text
     found = outcome(out, models)
-    answer(found, scoreboard_text(found.get("table", []), found.get("not_scored", {})), *lines)
+    warnings = [f"\n{warning}" for warning in found.get("unlike_training", [])]
+    answer(found, scoreboard_text(found.get("table", []), found.get("not_scored", {})), *warnings, *lines)
 
 @app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
 @takes_settings("evaluate")

@@ -19,7 +19,7 @@ from ..core.recipe import RECIPES
 from ..runs.ledger import read_json
 from ..runs.launch import variable
 from ..core.presets import methods, presets
-from ..core.settings import nearest
+from ..core.settings import as_dict, nearest
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
 from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
@@ -40,6 +40,21 @@ def list_presets():
 # %% ../../nbs/cli/02_training.ipynb #aeb87ad5
 Data = argument(str, "the same as --data", metavar="DATA")
 
+def decided(stage: str, values: dict) -> tuple: # (values with what the preset decides for the data, why in words)
+    "What a training stage would run with; the values as they are where its data or model is not at hand."
+    from anchor_nb.data.tables import find_sources
+    from anchor_nb.models.resolve import is_here
+    from anchor_nb.training.inputs import check_inputs
+    recipe = RECIPES[stage](**spelled_out(stage, values)[0])
+    waits = ", ".join(recipe.left_open())
+    open_yet = f"decided from data and model before the first step: {waits}" if waits else ""
+    if not recipe.data or not is_here(recipe.model): return values, open_yet
+    try:
+        find_sources(recipe.data)
+        with redirect_stdout(sys.stderr): inputs = check_inputs(recipe)
+    except (OSError, ValueError): return values, open_yet # the forecast names the fault
+    return values | as_dict(inputs.recipe), inputs.why
+
 def show_forecast(stage: str, values: dict):
     "Print how long a training stage would take, as a comment below its parameters."
     from anchor_nb.training.trainer import forecast_lines
@@ -59,9 +74,11 @@ def add_stage(stage: str):
         pairs = [*parameter, f"data={place}"] if place else parameter
         values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
         if dry_run:
-            show(stage, values)
-            if stage in TRAINING and values.get("data"): show_forecast(stage, values)
-            return
+            if stage not in TRAINING: return show(stage, values)
+            shown, why = decided(stage, values)
+            show(stage, shown)
+            if why: typer.echo("\n" + "\n".join(f"# {line}" for line in why.splitlines()))
+            return show_forecast(stage, values) if values.get("data") else None
         # the first node has the notebook
         if variable("NODE_RANK", 0) and stage in TRAINING: return train_stage(stage, values) and None
         typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")

@@ -65,6 +65,14 @@ def from_yaml(name: str, text: str): # -> the value
 KINDS = {int: ("not a whole number", "8"), float: ("not a number", "1e-4"), str: ("not text", "mine"),
          bool: ("neither true nor false", "true"), list: ("not a list", "[a, b]"), dict: ("not a mapping", "{a: 1}")}
 
+# %% ../../nbs/core/00_settings.ipynb #aa4a5c53
+def by_equals(name: str, text: str) -> dict | None: # None: it is written in another way
+    "A mapping as one types it in a hurry: query=frage,positive=antwort."
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(equals and key.strip() and not set(key + value) & set("{}[]") for key, equals, value in pairs):
+        return None
+    return {key.strip(): from_yaml(name, value.strip()) for key, _, value in pairs}
+
 # %% ../../nbs/core/00_settings.ipynb #39c36944
 def coerce(name: str,  # the field, for the error
            value,      # what YAML, a shell or a notebook gave
@@ -78,8 +86,9 @@ def coerce(name: str,  # the field, for the error
     if kind is int and isinstance(value, str) and value.lstrip("-").isdigit(): return int(value)
     if kind is int and isinstance(value, float) and value.is_integer(): return int(value)
     if kind is bool and str(value).lower() in ("true", "false"): return str(value).lower() == "true"
-    if kind in (list, dict) and isinstance(value, str) and isinstance(parsed := from_yaml(name, value), kind):
-        return parsed
+    if kind in (list, dict) and isinstance(value, str):
+        parsed = by_equals(name, value) if kind is dict else None
+        if isinstance(parsed := parsed or from_yaml(name, value), kind): return parsed
     what, example = KINDS[kind]
     raise ValueError(f"{name}={value!r} is {what}; write it like {name}={example}")
 

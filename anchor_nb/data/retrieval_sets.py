@@ -225,9 +225,13 @@ def read_task(path: Path, folder: Path, split: str, faults: Faults) -> tuple: # 
     except ValueError as error:
         faults.add(f"{path}: not valid JSON ({error}); write one JSON object, or remove the file")
         return "", ""
+    if not isinstance(task, dict):
+        faults.add(f"{path}: no JSON object; write one, or remove the file")
+        return "", ""
+    task = dict(name=folder.resolve().name, instruction="") | task
     for name in ("name", "instruction"):
-        if not isinstance(task, dict) or not isinstance(task.get(name), str):
-            faults.add(f"{path}, field {name!r} is missing or not text; add it")
+        if not isinstance(task[name], str):
+            faults.add(f"{path}, field {name!r} is {task[name]!r}; write a text, or leave it out")
             return "", ""
     if not task["name"].strip(". ") or re.search(r"[/\\\0]", task["name"]):
         faults.add(f"{path}, field 'name' is {task['name']!r}; files are named after it, so leave out slashes "

@@ -31,7 +31,7 @@ def system(label: str,      # a label of the ledger
     return SYSTEMS.get(label, (label, OTHERS[place % len(OTHERS)]))
 
 # %% ../../nbs/experiments/03_figures.ipynb #fbd2b814
-PAPER_SHADE, OTHERS = "#f3f3f3", ("#cc78bc", "#56b4e9", "#d55e00", "#fbafe4")
+PAPER_SHADE, OTHERS = "#f3f3f3", ("#d55e00", "#cc78bc", "#56b4e9", "#fbafe4")
 
 # %% ../../nbs/experiments/03_figures.ipynb #93d38333
 def _style():

@@ -362,7 +362,7 @@ table, th, td {{ border: 0 }}
 th, td {{ text-align: right; padding: .25rem .8rem; border-bottom: 1px solid var(--line) }}
 th:first-child, tbody th, .board thead tr + tr th {{ text-align: left; vertical-align: top }}
 thead tr + tr {{ color: var(--soft) }} .board td, .board tbody th {{ white-space: nowrap }}
-.board td:last-child {{ text-align: left }}
+.board td:last-child, .board thead th:last-child {{ text-align: left }}
 @media (max-width: 40rem) {{
 body {{ margin: 1rem auto }} table {{ font-size: .8rem }} th, td {{ padding: .2rem .45rem }}
 .jp-RenderedSVG img, .jp-RenderedSVG svg, .output_svg img, .output_svg svg {{ max-width: none; width: 36rem }} }}

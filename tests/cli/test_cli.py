@@ -21,7 +21,7 @@ from anchor_nb.runs.launch import LAUNCHERS
 from anchor_nb.core.presets import presets
 from anchor_nb.core.recipe import RECIPES
 from anchor_nb.core.settings import GROUPS, grouped
-from common import defaults
+from common import defaults, toy_pairs
 
 COMMAND = Path(sys.executable).with_name("anchor-nb")
 
@@ -74,6 +74,14 @@ def test_later_sources_beat_earlier_ones(tmp_path):
     assert (shown["steps"], shown["alpha"], shown["seed"], shown["trackers"], shown["max_length"]) == (11, 0.1, 6,
                                                                                                        ["wandb"], 512)
     assert yaml.safe_load(invoke("stage1", "--dry-run").output) == defaults(RECIPES["stage1"])
+
+
+def test_dry_run_prints_what_the_preset_decides(tmp_path):
+    output = invoke("stage2", toy_pairs(), "--model", "tiny", "--dry-run").stdout
+    shown = yaml.safe_load(output)
+    assert min(shown[name] for name in ("max_length", "global_batch", "steps", "learning_rate", "warmup_steps")) > 0
+    assert "# preset laptop (no GPU here)" in output and "# forecast: about" in output
+    assert "decided from data and model before the first step: max_length" in invoke("stage2", "--dry-run").output
 
 
 def test_what_dry_run_prints_can_be_given_back(tmp_path):

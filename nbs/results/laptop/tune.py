@@ -3,6 +3,7 @@
     anchor-nb prepare -p 'corpora=[foldoc]' -p out=runs/laptop/data
     python nbs/results/laptop/tune.py data                             # the files of both
     python nbs/results/laptop/tune.py try LABEL learning_rate=1e-3 ... # 800 pairs, scored on the development split
+    python nbs/results/laptop/tune.py against A B                      # the difference of two tries, over the queries
     python nbs/results/laptop/tune.py minilm NAME EPOCHS RATE          # MiniLM tuned by sentence-transformers
     anchor-nb stage2 --data runs/laptop/glossary/pairs --out runs/laptop/five/glossary --max-length 64
     anchor-nb evaluate -p 'tasks=["runs/laptop/data/eval/foldoc"]' -p out=runs/laptop/five -p instructions=none
@@ -49,17 +50,27 @@ def data():
 
 
 def ndcg(model):
-    "Mean nDCG@10 on the development split, in per cent; each query has one document."
+    "nDCG@10 of each query of the development split, in per cent; each has one document."
     rows = read(ROOT/"dev.jsonl")
     queries = model.encode_query([row["query"] for row in rows[:DEV["queries"]]])
     documents = model.encode_document([row["positive"] for row in rows])
     scores = np.asarray(queries) @ np.asarray(documents).T
     ranks = (scores > np.diagonal(scores)[:, None]).sum(1) # 0: the right one comes first
-    return round(100*float(np.where(ranks < 10, 1/np.log2(ranks + 2), 0).mean()), 1)
+    return 100*np.where(ranks < 10, 1/np.log2(ranks + 2), 0)
 
 
-def keep(label, settings, score, began):
-    "A row of tuning.jsonl."
+def against(one, other):
+    "How much more one try scores than another, with the interval over queries."
+    from anchor_nb.evaluation.significance import bootstrap
+    difference = bootstrap(np.load(ROOT/f"tries/{one}.npy") - np.load(ROOT/f"tries/{other}.npy"))
+    print(f"{one} minus {other}: {difference.mean:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})")
+
+
+def keep(label, settings, scores, began):
+    "A row of tuning.jsonl; the score of each query stays in `runs`."
+    (ROOT/"tries").mkdir(parents=True, exist_ok=True)
+    np.save(ROOT/f"tries/{label.replace(' ', '-')}.npy", scores)
+    score = round(float(scores.mean()), 1)
     wall, cpu = time.time() - began[0], time.process_time() - began[1]
     row = dict(label=label, pairs=5000 if "glossary" in label else 800, **settings, dev_ndcg_at_10=score,
                minutes=round(wall/60, 1), cpu_minutes=round(cpu/60, 1), command=" ".join(["python", *sys.argv]))
@@ -107,4 +118,5 @@ def minilm(name, epochs, rate):
     keep(f"minilm {name}", settings | dict(train_cpu_minutes=round(trained/60, 1)), ndcg(model), began)
 
 
-if __name__ == "__main__": {"data": data, "try": attempt, "minilm": minilm}[sys.argv[1]](*sys.argv[2:])
+if __name__ == "__main__":
+    {"data": data, "try": attempt, "against": against, "minilm": minilm}[sys.argv[1]](*sys.argv[2:])
