@@ -70,7 +70,7 @@ def test_the_metadata_are_those_of_settings_ini(wheel):
     text = zipfile.ZipFile(wheel).read(f"anchor_nb-{__version__}.dist-info/METADATA").decode()
     for line in (f"Version: {__version__}", "License-Expression: Apache-2.0", "License-File: LICENSE",
                  "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10",
-                 "Provides-Extra: demo", "Provides-Extra: flash", "Provides-Extra: dev",
+                 "Provides-Extra: flash", "Provides-Extra: dev",
                  "Requires-Dist: smalldocs==0.5.4; extra == \"docs\""):
         assert line in text, line
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
