@@ -183,7 +183,7 @@ CARDS = [("tutorials/five_thousand", "Five thousand pairs, one hour", "From a CS
          ("tutorials/own_data", "Your own data", "Your pairs: checked, mined for negatives, trained on, scored."),
          ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
          ("losses/reconstruction", "The losses", "The equation, the idea, the code, the assertion."),
-         ("paper/results", "Does it help?", "The paper's claim asked again, with controls and seeds."),
+         ("paper/answer", "Does it help?", "The paper's claim asked again, with controls and seeds."),
          ("names", "API", "Every public function and class, with what it does.")]
 
 

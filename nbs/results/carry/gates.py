@@ -5,6 +5,7 @@
     python nbs/results/carry/gates.py arm wordnet bags  # one run; the arms are in ARMS, `start` names what comes first
     python nbs/results/carry/gates.py say wordnet kept_sink # what it writes from anchors of pairs kept out
     python nbs/results/carry/gates.py cost              # what measuring takes of the time
+    python nbs/results/carry/gates.py parts             # the recipe with one part less each: 40 steps in bf16
     python nbs/results/carry/gates.py ablations 12      # on a GPU: every arm, and larger batches, 12 at a time
 """
 import hashlib
@@ -31,8 +32,9 @@ ARMS = dict(  # name -> settings; `start`: the arm that it starts from
     drop=dict(steps=80, **SMALL, **DROP),                       # ... and words are dropped
     kept=dict(steps=80, start="bags", **MIX, **SMALL),          # bags first, and kept beside the anchor's loss
     kept_sink=dict(steps=80, start="bags", **MIX, **SMALL, **SINK),
-    warm=dict(steps=80, start="bags", **SMALL),                 # bags first only
-    beside=dict(steps=80, **MIX, **SMALL),                      # bags beside only
+    warm=dict(steps=80, start="bags", **SMALL, **SINK),         # kept_sink less a part: bags first only
+    beside=dict(steps=80, **MIX, **SMALL, **SINK),              # ... bags beside only
+    unscaled=dict(steps=80, start="bags", **MIX, **SINK),       # ... the anchor at its own norm
     all=dict(steps=80, start="bags", **MIX, **SMALL, **SINK, word_dropout=0.4, fade_steps=80))
 
 
@@ -149,8 +151,11 @@ def measure(folder, rows):
                 nearest_of_64=round(nearest, 3))
 
 
-def arm(name, which, steps=0, more="{}"):
-    "One run, what its anchors carried on the way, and a row about its end; `more`: settings in place of the arm's."
+def arm(name, which, steps=0, more="{}", pairs=500):
+    """One run, what its anchors carried on the way, and a row about its end.
+
+    `more`: settings in place of the arm's; `pairs`: how many of those kept out are measured at the end, 0 for none.
+    """
     from anchor_nb import Stage1, train
     settings = COMMON | ARMS[which] | json.loads(more)
     start = settings.pop("start", "")
@@ -170,7 +175,7 @@ def arm(name, which, steps=0, more="{}"):
                                     tokens=sum(row["tokens"] for row in metrics), cpu_minutes=round(minutes, 2),
                                     measuring_seconds=facts.get("carried_seconds"),
                                     grad_norm_first=metrics[0]["grad_norm"], grad_norm=metrics[-1]["grad_norm"],
-                                    **measure(str(out), rows[:500])))
+                                    **(measure(str(out), rows[:pairs]) if pairs else {})))
 
 
 def say(name, which, count=12):
@@ -193,6 +198,20 @@ def cost(model="tiny", steps=400):
                             per_cent=round(100*measuring/(measuring + stepping), 2)))
 
 
+PARTS = ("warm", "beside", "kept", "unscaled", "kept_sink") # the recipe with one part less each, and whole
+IN_BF16 = dict(precision="bf16", carry_pairs=0)
+
+
+def parts(*names):
+    "What each part of the recipe does, on one core: 40 steps in bf16, measured at the end on 64 pairs."
+    bags = json.dumps(IN_BF16)
+    folder = f"bags-{zlib.crc32(bags.encode())}"
+    if not (ROOT/"wordnet"/folder/"model").is_dir(): arm("wordnet", "bags", 40, bags, pairs=0)
+    for which in names or PARTS:
+        more = IN_BF16 | dict(carry_pairs=64) | (dict(start=folder) if "start" in ARMS[which] else {})
+        arm("wordnet", which, 40, json.dumps(more), pairs=0)
+
+
 ON_GPU = dict(precision="bf16", micro_tokens=16384, steps=300, carry_steps=75, workers=0)
 BAGS = json.dumps(ON_GPU | dict(steps=60)) # what the arms that start from bags start from
 LARGER = [dict(global_batch=size, learning_rate=rate)
@@ -212,5 +231,5 @@ def ablations(jobs, *names):
     with ThreadPoolExecutor(int(jobs)) as pool: list(pool.map(lambda one: run(*one), todo))
 
 
-WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost, ablations=ablations)
+WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost, parts=parts, ablations=ablations)
 if __name__ == "__main__": WHAT[sys.argv[1]](*sys.argv[2:])
