@@ -3,6 +3,7 @@
     python nbs/studies/adapt_runs.py foldoc base=minilm exam_queries=200
     python nbs/studies/adapt_runs.py wordnet pairs=no exam_queries=100 # documents only
     python nbs/studies/adapt_runs.py differences                       # between the systems of each exam
+    python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2          # the decoder again on the pairs of a run
 
 A target is 1,200 texts of a corpus of ours, with the queries of 900 of them as pairs.
 """
@@ -70,4 +71,29 @@ def differences():
     write(Path("nbs/results/adapt/differences.jsonl"), rows)
 
 
-if __name__ == "__main__": differences() if sys.argv[1] == "differences" else main(*sys.argv[1:])
+def seeds(name, precision, *numbers):
+    "Stage II of SmolLM2 once more on the pairs of a target's latest run, scored on its development part."
+    from anchor_nb import Stage2, train
+    from anchor_nb.data.retrieval_sets import read_retrieval
+    from anchor_nb.evaluation.encoders import Candidate, load
+    from anchor_nb.evaluation.exam import score_one
+    place = Path("runs/adapt")/name/"adapted-own"
+    pairs = max(place.glob("runs/smollm2-135m-*/pairs/pairs.jsonl"), key=lambda path: path.stat().st_mtime)
+    began = json.loads((pairs.parent.parent/"run/run.json").read_text(encoding="utf-8"))["recipe"]
+    alike = {field: began[field] for field in ("model", "instructions", "preset", "max_length", "global_batch", "steps",
+                                               "learning_rate", "warmup_steps", "negatives")}
+    dev = read_retrieval(place/"steps/split/dev")
+    for seed in map(int, numbers):
+        out = Path("runs/adapt")/f"seeds-{name}-{precision}-{seed}"
+        facts = train(Stage2(data=str(pairs.parent), out=str(out), seed=seed, precision=precision, save_steps=0, **alike))
+        steps = [json.loads(line) for line in open(out/"metrics.jsonl", encoding="utf-8")]
+        score = 100*score_one(load(Candidate(str(seed), str(out)), "dev", 256), dev)["score"]
+        row = dict(target=name, precision=precision, seed=seed, steps=facts["steps"], dev_ndcg_at_10=round(score, 1),
+                   loss=round(sum(step["loss"] for step in steps[-10:])/10, 3), command=" ".join(["python", *sys.argv]),
+                   code=code_version(), machine=machine())
+        with open("nbs/results/adapt/seeds.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    {"differences": differences, "seeds": seeds}.get(sys.argv[1], lambda *rest: main(sys.argv[1], *rest))(*sys.argv[2:])
