@@ -85,7 +85,8 @@ def seeds(name, precision, *numbers):
     dev = read_retrieval(place/"steps/split/dev")
     for seed in map(int, numbers):
         out = Path("runs/adapt")/f"seeds-{name}-{precision}-{seed}"
-        facts = train(Stage2(data=str(pairs.parent), out=str(out), seed=seed, precision=precision, save_steps=0, **alike))
+        facts = train(Stage2(data=str(pairs.parent), out=str(out), seed=seed, precision=precision, save_steps=0,
+                             **alike))
         steps = [json.loads(line) for line in open(out/"metrics.jsonl", encoding="utf-8")]
         score = 100*score_one(load(Candidate(str(seed), str(out)), "dev", 256), dev)["score"]
         row = dict(target=name, precision=precision, seed=seed, steps=facts["steps"], dev_ndcg_at_10=round(score, 1),
