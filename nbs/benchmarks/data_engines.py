@@ -333,8 +333,8 @@ def datatrove_regex(folder: Path, work: Path, threads: int) -> np.ndarray:
     from datatrove.utils.word_tokenizers import WordTokenizer
     class Words(WordTokenizer):
         def word_tokenize(self, text): return re.findall(r"\w+|[^\w\s]", text)
-        def sent_tokenize(self, text): raise NotImplementedError
-        def span_tokenize(self, text): raise NotImplementedError
+        def sent_tokenize(self, text): return [text]
+        def span_tokenize(self, text): return [(0, len(text))]
     return datatrove(folder, work, threads, Words())
 
 

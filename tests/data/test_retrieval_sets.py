@@ -69,7 +69,7 @@ def test_a_folder_is_read_as_it_is(folder):
     ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\td1\t1.5\n", "qrels.tsv, line 2, field 'score'"),
     ("qrels.tsv", "query-id\tcorpus-id\tscore\nq1\tnone\t1\n", "unknown document 'none'"),
     ("task.json", "{", "task.json: not valid JSON"),
-    ("task.json", "[]", "task.json, field 'name'"),
+    ("task.json", "[]", "task.json: no JSON object"),
     ("task.json", '{"name": "t", "instruction": 3}', "task.json, field 'instruction'"),
 ])
 def test_a_malformed_file_is_named_with_line_and_field(folder, name, content, message):
