@@ -329,8 +329,10 @@ def scaling_rows(corpus: str, counts: list, **settings):
 
 def experiment_rows(command: list, left: Callable):
     "The registered runs of nbs/paper/again.py in the time that is left; the same command resumes them."
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # anchor_nb need not be installed
     process = subprocess.Popen([sys.executable, "nbs/paper/again.py", *command], cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+                               env=os.environ | dict(PYTHONPATH=paths))
     shown = " ".join(["python nbs/paper/again.py", *command])
     try: output, _ = process.communicate(timeout=max(1, left()))
     except BaseException as error:
