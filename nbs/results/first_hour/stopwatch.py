@@ -1,6 +1,7 @@
 """From a clean clone to the first useful picture, with a stopwatch: the README's own commands in an empty folder.
 
-    PIP_CONSTRAINT=$PWD/constraints.txt python nbs/results/first_hour/stopwatch.py nbs/benchmarks/results/clean_clone.jsonl
+    export PIP_CONSTRAINT=$PWD/constraints.txt
+    python nbs/results/first_hour/stopwatch.py nbs/benchmarks/results/clean_clone.jsonl
 
 A new clone and a new environment, with the versions of constraints.txt and the build of torch that pip finds (in the
 rows kept here, for a CPU). The archives that pip and `hello` fetch may be in their caches (pip's own, and `packages` of
