@@ -154,8 +154,8 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
     rows = [dict(query=row["query"], positives=[texts[row["passage"]]], negatives=[], instruction="",
                  document_instruction="", positive_scores=[], negative_scores=[]) for row in pairs]
     exam, dev, rest = divide(rows, marks, part_sizes(len({row["query"] for row in rows}), recipe), recipe.seed)
-    for name, chosen, most in (("exam", exam, recipe.exam_documents), ("dev", dev, recipe.exam_documents)):
-        made = as_set(name, rows, chosen, texts, numbers, most, recipe.seed)
+    for name, chosen in (("exam", exam), ("dev", dev)):
+        made = as_set(name, rows, chosen, texts, numbers, recipe.exam_documents, recipe.seed)
         write_exam(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
     held = {marks[n] for n in [*exam, *dev]}

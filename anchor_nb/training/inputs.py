@@ -188,7 +188,8 @@ class Inputs(Resolved):
         drawn, negatives = {name: self.tables[name] for name in self.drawn}, getattr(self.recipe, "negatives", 0)
         lengths_at = partial(pair_lengths, self.formatter, drawn, self.instructions, negatives)
         sizes = {name: len(table) for name, table in self.tables.items()}
-        recipe, self.why = decide(self.recipe, [sizes[name] for name in self.drawn] or [1], lengths_at, self.begun)
+        used = [sizes[name] for name in self.drawn] or [1] # where ratios leave none, `Batches` says so
+        recipe, self.why = decide(self.recipe, used, lengths_at, self.begun)
         check_sizes(recipe)
         self.settle(recipe)
         self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios) # step -> rows
