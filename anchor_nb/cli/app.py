@@ -325,8 +325,8 @@ def takes_settings(*stages: str): # -> a decorator
     known = {f.name: f for stage in stages if stage in RECIPES for f in fields(RECIPES[stage])}
     hidden = {alias: known[ours] for alias, ours in ALIASES.items() if ours in known and alias not in known}
     def decorate(command):
-        own = inspect.signature(command).parameters
-        more = {name: f for name, f in (known | hidden).items() if name not in own}
+        present = inspect.signature(command).parameters
+        more = {name: f for name, f in (known | hidden).items() if name not in present}
         added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None,
                                    annotation=setting_option(f, name if name in hidden else ""))
                  for name, f in more.items()]
@@ -336,7 +336,7 @@ def takes_settings(*stages: str): # -> a decorator
             pairs = [f"{name}={as_text(more[name], value)}" for name, value in typed.items() if value not in (None, [])]
             stage = given.get("stage", stages[0])
             return command(**given | dict(parameter=renamed(stage, [*given["parameter"], *pairs])))
-        call.__signature__ = inspect.Signature([*own.values(), *added])
+        call.__signature__ = inspect.Signature([*present.values(), *added])
         return call
     return decorate
 

@@ -22,11 +22,11 @@ class Check(NamedTuple):
     found: str     # in one line
     fix: str = ""  # what to do; empty where nothing has to be done
 
-def judged(name: str, found: str, *rules) -> Check: # rules: of (is it broken, warn or fail, what to do)
+def judged(name: str, state: str, *rules) -> Check: # rules: of (is it broken, warn or fail, what to do)
     "The finding by the first rule that is broken; ok when none is."
     for broken, status, fix in rules:
-        if broken: return Check(name, status, found, fix)
-    return Check(name, "ok", found)
+        if broken: return Check(name, status, state, fix)
+    return Check(name, "ok", state)
 
 GB = 10**9
 
@@ -241,11 +241,11 @@ def as_text(check: Check) -> str: # a line, or two
     "A finding for a terminal."
     return f"{check.status:5} {check.name:15} {check.found}" + (f"\n{'':22}-> {check.fix}" if check.fix else "")
 
-def summary(found: list) -> dict: # ok: nothing fails; failed, warned: names; checks
+def summary(checks: list) -> dict: # ok: nothing fails; failed, warned: names; checks
     "What was found, for programs."
-    names = lambda status: [check.name for check in found if check.status == status]
+    names = lambda status: [check.name for check in checks if check.status == status]
     return dict(ok=not names("fail"), failed=names("fail"), warned=names("warn"),
-                checks=[check._asdict() for check in found])
+                checks=[check._asdict() for check in checks])
 
 # %% ../../nbs/cli/01_doctor.ipynb #fc25a28f
 def toy_examples(count: int) -> list: # of `Example`, each with a hard negative
@@ -263,13 +263,13 @@ def check_parity(stage: str, attention: str, precision: str) -> Check: # stage: 
     from anchor_nb.core.recipe import RECIPES
     from anchor_nb.models.attention import on_gpu
     from anchor_nb.experiments.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of
-    own = dict(negatives=1, lora_rank=0, mask_false_negatives=False) if stage == "stage2" else {}
-    recipe = RECIPES[stage](model="tiny", data="unused", out="unused", max_length=48, global_batch=6, **own)
+    settings = dict(negatives=1, lora_rank=0, mask_false_negatives=False) if stage == "stage2" else {}
+    recipe = RECIPES[stage](model="tiny", data="unused", out="unused", max_length=48, global_batch=6, **settings)
     examples = toy_examples(6)
-    found = parity_of(packed_gradient(replace(recipe, attention=attention, precision=precision), examples),
+    parity = parity_of(packed_gradient(replace(recipe, attention=attention, precision=precision), examples),
                       naive_gradient(recipe, examples))
     loss, gradient = TOLERANCES[precision]
-    state = (f"{attention}, {precision}: loss off by {found.loss_error:.0e} (at most {loss:.0e}), gradient by "
-             f"{found.gradient_error:.0e} (at most {gradient:.0e}), on the {'GPU' if on_gpu() else 'CPU'}")
-    return judged(stage, state, (not found.holds(precision), "fail",
+    state = (f"{attention}, {precision}: loss off by {parity.loss_error:.0e} (at most {loss:.0e}), gradient by "
+             f"{parity.gradient_error:.0e} (at most {gradient:.0e}), on the {'GPU' if on_gpu() else 'CPU'}")
+    return judged(stage, state, (not parity.holds(precision), "fail",
                                  "do not train with it: choose another with -p attention=..., or update torch"))

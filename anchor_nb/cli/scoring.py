@@ -54,9 +54,9 @@ def outcome(out: str, models: list = ()) -> dict: # models: labels, those asked 
 def answer_with_table(answer, out: str, models: list, *lines: str):
     "Answer with the outcome of an evaluation, and its table as text."
     from anchor_nb.evaluation.comparison import scoreboard_text
-    found = outcome(out, models)
-    warnings = [f"\n{warning}" for warning in found.get("unlike_training", [])]
-    answer(found, scoreboard_text(found.get("table", []), found.get("not_scored", {})), *warnings, *lines)
+    result = outcome(out, models)
+    warnings = [f"\n{warning}" for warning in result.get("unlike_training", [])]
+    answer(result, scoreboard_text(result.get("table", []), result.get("not_scored", {})), *warnings, *lines)
 
 @app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
 @takes_settings("evaluate")
@@ -88,10 +88,10 @@ def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FO
     known = labels(ledger) if (ledger/"ledger.jsonl").is_file() else {}
     if text in known or not (Path(text)/"ledger.jsonl").is_file():
         return Side(text if text in known else model_label(text), ledger)
-    own = [label for label in labels(Path(text)) if label not in YARDSTICKS]
-    if len(own) != 1:
-        raise ValueError(f"{text} holds the scores of {', '.join(own) or 'no model'}; write {text}:LABEL")
-    return Side(own[0], Path(text))
+    trained = [label for label in labels(Path(text)) if label not in YARDSTICKS]
+    if len(trained) != 1:
+        raise ValueError(f"{text} holds the scores of {', '.join(trained) or 'no model'}; write {text}:LABEL")
+    return Side(trained[0], Path(text))
 
 @app.command("compare", rich_help_panel=SCORE)
 def compare(a: argument(str, "a label of the ledger, the folder of an evaluation (FOLDER:LABEL), or a model"),
@@ -108,8 +108,8 @@ def compare(a: argument(str, "a label of the ledger, the folder of an evaluation
             run_stage("evaluate", evaluate_parameters([a, b], benchmark, task, data_root, {}, given), log=not quiet)
             tasks = {line["task"] for line in outcome(folder)["table"]}
             a, b = labelled([a, b])
-        found = comparison(side_of(a, folder), side_of(b, folder), tasks)
-        answer(found, comparison_text(found))
+        result = comparison(side_of(a, folder), side_of(b, folder), tasks)
+        answer(result, comparison_text(result))
 
 
 # %% ../../nbs/cli/03_scoring.ipynb #afc8c43b

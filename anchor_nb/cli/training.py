@@ -82,9 +82,10 @@ def add_stage(stage: str):
         # the first node has the notebook
         if variable("NODE_RANK", 0) and stage in TRAINING: return train_stage(stage, values) and None
         typer.echo(f"The executed notebook: {run_stage(stage, values, output, log=not quiet)}")
-    own = inspect.signature(command)
+    signature = inspect.signature(command)
     if stage not in ("stage1", "stage2", "mine"):
-        command.__signature__ = own.replace(parameters=[p for p in own.parameters.values() if p.name != "place"])
+        kept = [p for p in signature.parameters.values() if p.name != "place"]
+        command.__signature__ = signature.replace(parameters=kept)
     purpose = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
     panel = dict(prepare=DATA, mine=DATA).get(stage, TRAIN)
     app.command(stage, help=purpose, rich_help_panel=panel)(takes_settings(stage)(command))
@@ -97,14 +98,15 @@ Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
 
 def told(place: str, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
     "What an adaptation found, and a search page, or the command for it; the passages are worth it whatever was found."
-    found = read_json(Path(place)/"adapt.json")
-    if quiet: typer.echo("\n".join([found["verdict"]["sentence"], *found["advice"], f"the page: {place}/verdict.html"]))
-    models, passages = [found["model"]]*bool(found["model"]) + ["minilm"], f"{place}/steps/read/passages.jsonl"
+    result = read_json(Path(place)/"adapt.json")
+    if quiet:
+        typer.echo("\n".join([result["verdict"]["sentence"], *result["advice"], f"the page: {place}/verdict.html"]))
+    models, passages = [result["model"]]*bool(result["model"]) + ["minilm"], f"{place}/steps/read/passages.jsonl"
     if search:
         from anchor_nb.release.serving import serve
         serve(models, passages, keep=f"{place}/search")
     else: typer.echo(f"next: anchor-nb serve {' '.join(models)} {passages}")
-    return found
+    return result
 
 @app.command("adapt", rich_help_panel=START, help=RECIPES["adapt"].__doc__)
 @takes_settings("adapt")
@@ -213,12 +215,12 @@ def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.
 Slurm = option(list[str], "an option of sbatch, such as partition=gpu or time=120; give it as often as you need",
                           "--slurm", metavar="NAME=VALUE")
 
-def outcome(found: dict, dry_run: bool) -> list: # of lines; found: from `run_sweep`
+def outcome(result: dict, dry_run: bool) -> list: # of lines; result: from `run_sweep`
     "The outcome of a sweep."
-    if dry_run: return [f"{found['done']} done, {found['waiting']} to run"]
-    failed = [f"{name} failed: {reason}" for name, reason in found["failed"].items()]
-    counts = f"{found['done']} done, {len(failed)} failed, {found['skipped']} skipped"
-    return [*failed, counts, f"scores: {found['ledger']}"]
+    if dry_run: return [f"{result['done']} done, {result['waiting']} to run"]
+    failed = [f"{name} failed: {reason}" for name, reason in result["failed"].items()]
+    counts = f"{result['done']} done, {len(failed)} failed, {result['skipped']} skipped"
+    return [*failed, counts, f"scores: {result['ledger']}"]
 
 @app.command("sweep", rich_help_panel=TRAIN)
 def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: list them") = "",

@@ -277,7 +277,7 @@ def make_task(kind: str,           # name of one of mteb's task classes without 
               data_revision: str,  # identifies the data
               main_score: str,     # the metric that counts, by mteb's name
               instruction: str = "", # empty: none
-              about: dict = {},    # further fields of mteb's TaskMetadata: description, license, type ...
+              metadata: dict = {},    # further fields of mteb's TaskMetadata: description, license, type ...
               settings: dict = {}, # further attributes of the task class
              ):                    # an instance of mteb's class
     "An mteb task over data that needs no hub."
@@ -290,7 +290,7 @@ def make_task(kind: str,           # name of one of mteb's task classes without 
     prompt = {"query": instruction} if kind == "Retrieval" else instruction
     fields = dict(name=name, description=name, type=kind, category="t2t", eval_langs=["eng-Latn"],
                   main_score=main_score, prompt=prompt if instruction else None,
-                  dataset=dict(path="local", revision=data_revision)) | about
+                  dataset=dict(path="local", revision=data_revision)) | metadata
     parts = dict(metadata=TaskMetadata(**fields), load_data=load_data) | settings
     return type(name, (getattr(abstasks, f"AbsTask{kind}"),), parts)()
 
@@ -308,7 +308,7 @@ def check_candidates(retrieval: Retrieval, candidates: dict):
 # %% ../../nbs/data/06_retrieval_sets.ipynb #0313eff9
 def as_task(retrieval: Retrieval,     # the task in memory
             candidates: dict = None,  # query id -> ids of documents to rank; none: all documents, which is retrieval
-            about: dict = {},         # further fields of mteb's TaskMetadata
+            metadata: dict = {},         # further fields of mteb's TaskMetadata
            ):                         # mteb's AbsTaskRetrieval, split "test"
     "A retrieval task for mteb, or with candidates a reranking task; ValueError when candidates do not fit."
     if candidates is not None: check_candidates(retrieval, candidates)
@@ -321,10 +321,10 @@ def as_task(retrieval: Retrieval,     # the task in memory
                                          top_ranked=candidates, relevant_docs=qrels)}}
     if retrieval.source:
         read = f"{len(retrieval.queries)} queries of {retrieval.source}, {len(retrieval.corpus)} documents"
-        about = dict(description=read) | about
+        metadata = dict(description=read) | metadata
     data = revision(retrieval.corpus, retrieval.queries, retrieval.qrels, candidates, retrieval.instruction)
     score, kind = ("ndcg_at_10", {}) if candidates is None else ("map_at_1000", dict(type="Reranking"))
-    return make_task("Retrieval", retrieval.name, fill, data, score, retrieval.instruction, kind | about,
+    return make_task("Retrieval", retrieval.name, fill, data, score, retrieval.instruction, kind | metadata,
                      dict(ignore_identical_ids=False))
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #a8168a12
@@ -354,27 +354,27 @@ def check_rows(name: str,        # of the task
     return [{column: row[column] for column in wanted} for row in rows]
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #91c56fda
-def rows_task(kind: str, name: str, splits: dict, main_score: str, instruction: str, about: dict, settings: dict):
+def rows_task(kind: str, name: str, splits: dict, main_score: str, instruction: str, metadata: dict, settings: dict):
     "A task over checked rows: split -> list of rows."
     splits = {split: check_rows(name, kind, rows) for split, rows in splits.items()}
 
     def fill():
         from datasets import Dataset, DatasetDict
         return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
-    return make_task(kind, name, fill, revision(splits, settings, instruction), main_score, instruction, about,
+    return make_task(kind, name, fill, revision(splits, settings, instruction), main_score, instruction, metadata,
                      settings)
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #1a61d065
-def sts_task(name: str, rows: list[dict], instruction: str = "", about: dict = {},
+def sts_task(name: str, rows: list[dict], instruction: str = "", metadata: dict = {},
              lowest: int = 0,   # lowest possible score
              highest: int = 5): # highest possible score
     "Similarity: sentence1, sentence2, score."
-    return rows_task("STS", name, dict(test=rows), "cosine_spearman", instruction, about,
+    return rows_task("STS", name, dict(test=rows), "cosine_spearman", instruction, metadata,
                      dict(min_score=lowest, max_score=highest))
 
-def pair_task(name: str, rows: list[dict], instruction: str = "", about: dict = {}):
+def pair_task(name: str, rows: list[dict], instruction: str = "", metadata: dict = {}):
     "Pairs that mean the same (1) or not (0): sentence1, sentence2, labels."
-    task = rows_task("PairClassification", name, dict(test=rows), "max_ap", instruction, about, {})
+    task = rows_task("PairClassification", name, dict(test=rows), "max_ap", instruction, metadata, {})
     if {row["labels"] for row in rows} != {0, 1}:
         raise ValueError(f"{name}: column 'labels' must hold both 0 and 1, and nothing else")
     return task
@@ -384,13 +384,13 @@ def classification_task(name: str,
                         train: list[dict],         # text, label; examples are drawn from here
                         test: list[dict],          # text, label
                         instruction: str = "",     # empty: none
-                        about: dict = {},          # further fields of mteb's TaskMetadata
+                        metadata: dict = {},          # further fields of mteb's TaskMetadata
                         samples_per_label: int = 8, # examples of each class in one experiment
                         experiments: int = 10,      # draws of examples; mteb's default
                        ):
     "Classification: text and label; a classifier is trained on a few examples."
     settings = dict(samples_per_label=samples_per_label, n_experiments=experiments)
-    task = rows_task("Classification", name, dict(train=train, test=test), "accuracy", instruction, about, settings)
+    task = rows_task("Classification", name, dict(train=train, test=test), "accuracy", instruction, metadata, settings)
     if unknown := {row["label"] for row in test} - {row["label"] for row in train}:
         raise ValueError(f"{name}: label {min(unknown)} is in test and not in train; move some of its rows to train")
     if len({row["label"] for row in train}) < 2:
@@ -398,9 +398,9 @@ def classification_task(name: str,
     return task
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #79914b48
-def clustering_task(name: str, rows: list[dict], instruction: str = "", about: dict = {}):
+def clustering_task(name: str, rows: list[dict], instruction: str = "", metadata: dict = {}):
     "Clustering: sentences, labels; all rows are used."
     settings = dict(max_fraction_of_documents_to_embed=None, max_documents_per_cluster=len(rows))
     if len({row.get("labels") for row in rows}) == 1:
         raise ValueError(f"{name}: one label only; give rows of at least two")
-    return rows_task("Clustering", name, dict(test=rows), "v_measure", instruction, about, settings)
+    return rows_task("Clustering", name, dict(test=rows), "v_measure", instruction, metadata, settings)

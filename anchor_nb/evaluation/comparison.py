@@ -309,10 +309,11 @@ def task_text(names: list, line: dict) -> list: # of text
     rows = [f"    {query['first']:5.1f}  {query['second']:5.1f}  {query['query']}" for query in line["widest"]]
     return text + [row if len(row) <= WIDTH else row[:WIDTH - 1] + "…" for row in rows]
 
-def comparison_text(found: dict) -> str: # from `comparison`
+def comparison_text(result: dict) -> str: # from `comparison`
     "A comparison for a terminal."
-    names = [shown_name(name) for name in found["names"]]
-    text = ["\n".join(task_text(names, line)) for line in found["tasks"]]
-    if found["left_out"]: text.append(f"left out, not scored for both on the same data: {', '.join(found['left_out'])}")
+    names = [shown_name(name) for name in result["names"]]
+    text = ["\n".join(task_text(names, line)) for line in result["tasks"]]
+    if result["left_out"]:
+        text.append(f"left out, not scored for both on the same data: {', '.join(result['left_out'])}")
     return "\n\n".join(text)
 

@@ -249,8 +249,8 @@ def instructions_of_pairs(recipe: dict, # of a model's record
         raise ValueError("the pairs have changed")
     given = set()
     for name, rows in load_pairs(recipe["data"], columns=recipe.get("columns", {})).items():
-        own = set(rows["instruction"])
-        given |= own - {""} | (set(table.get(name, [""])) if "" in own else set())
+        instructions = set(rows["instruction"])
+        given |= instructions - {""} | (set(table.get(name, [""])) if "" in instructions else set())
     return given
 
 def trained_with(candidate: Candidate) -> set: # empty: not known

@@ -27,8 +27,8 @@ def fuse(*rankings: dict, # query -> document -> score
     for query in rankings[0]:
         fused[query] = {}
         for ranking in rankings:
-            found = ranking.get(query, {})
-            for rank, document in enumerate(sorted(found, key=lambda name: (-found[name], name)), 1):
+            hits = ranking.get(query, {})
+            for rank, document in enumerate(sorted(hits, key=lambda name: (-hits[name], name)), 1):
                 fused[query][document] = fused[query].get(document, 0.0) + 1/(k + rank)
     return fused
 
@@ -38,8 +38,8 @@ def keeping(task): # of mteb; yields query -> document -> score, filled by an ev
     "Keep the best documents of each query of an evaluation."
     inner, kept = task.task_specific_scores, {}
     def keep(scores, judged, results, **where):
-        for query, found in results.items():
-            kept[query] = dict(heapq.nlargest(DEPTH, found.items(), key=lambda pair: (pair[1], pair[0])))
+        for query, hits in results.items():
+            kept[query] = dict(heapq.nlargest(DEPTH, hits.items(), key=lambda pair: (pair[1], pair[0])))
         return inner(scores, judged, results, **where)
     task.task_specific_scores = keep
     try: yield kept
@@ -59,10 +59,10 @@ def score_one(model, exam: Retrieval) -> dict: # values: query -> nDCG@10; score
     "One system's score on an exam, with its interval and its ranking."
     task = as_task(exam)
     with tempfile.TemporaryDirectory() as cache, keeping(task) as ranking:
-        found = evaluate_task(model, task, Path(cache))
-    values = {name.rpartition("/")[2]: value for name, value in found.items["values"].items()}
+        hits = evaluate_task(model, task, Path(cache))
+    values = {name.rpartition("/")[2]: value for name, value in hits.items["values"].items()}
     interval = bootstrap([values[query] for query in sorted(values)])
-    return dict(score=interval.mean, low=interval.low, high=interval.high, seconds=found.seconds, values=values,
+    return dict(score=interval.mean, low=interval.low, high=interval.high, seconds=hits.seconds, values=values,
                 ranking=ranking)
 
 # %% ../../nbs/evaluation/08_exam.ipynb #98b6326b
@@ -101,18 +101,18 @@ def verdict(sheet: dict,    # from `sit_exam`
            ) -> dict:       # better, worse, against, difference, low, high, queries, needed, sentence; in points
     "Whether a system is better than the best of what was there before."
     against = best_of(sheet, have)
-    found, count = gap(sheet, delivered, against), len(sheet[delivered]["values"])
+    hits, count = gap(sheet, delivered, against), len(sheet[delivered]["values"])
     apart = [sheet[delivered]["values"][query] - value for query, value in sheet[against]["values"].items()]
-    needed = queries_needed(found.mean, float(np.std(apart))) if found.low <= 0 <= found.high else 0
-    points = [100*value for value in (found.mean, found.low, found.high)]
+    needed = queries_needed(hits.mean, float(np.std(apart))) if hits.low <= 0 <= hits.high else 0
+    points = [100*value for value in (hits.mean, hits.low, hits.high)]
     span = f"by {abs(points[0]):.1f} points of nDCG@10 (95 % interval {points[1]:+.1f} to {points[2]:+.1f})"
-    if found.low > 0: sentence = f"Better than what you have: {delivered} beats {against} {span}, over {count} queries."
-    elif found.high < 0: sentence = f"Not better: keep {against}. It is ahead of {delivered} {span}."
+    if hits.low > 0: sentence = f"Better than what you have: {delivered} beats {against} {span}, over {count} queries."
+    elif hits.high < 0: sentence = f"Not better: keep {against}. It is ahead of {delivered} {span}."
     elif not any(apart): sentence = f"Not better: keep {against}. {delivered} scores the same on all {count} queries."
     else:
         sentence = (f"Not shown to be better: keep {against}. Over {count} queries {delivered} differs from it {span}; "
                     f"an exam of about {needed:,} queries would tell such a difference.")
-    return dict(better=found.low > 0, worse=found.high < 0, delivered=delivered, against=against, difference=points[0],
+    return dict(better=hits.low > 0, worse=hits.high < 0, delivered=delivered, against=against, difference=points[0],
                 low=points[1], high=points[2], queries=count, needed=needed, sentence=sentence)
 
 # %% ../../nbs/evaluation/08_exam.ipynb #d8b69a6f
@@ -122,8 +122,8 @@ def widest(sheet: dict, first: str, second: str, exam: Retrieval,
     a, b = sheet[first]["values"], sheet[second]["values"]
     order = sorted(a, key=lambda query: (b[query] - a[query], query))
     def top(label, query):
-        found = sheet[label]["ranking"].get(query) or {"": 0.0}
-        return exam.corpus.get(max(found, key=found.get), "")
+        hits = sheet[label]["ranking"].get(query) or {"": 0.0}
+        return exam.corpus.get(max(hits, key=hits.get), "")
     def shown(query):
         answer = next(name for name, grade in exam.qrels[query].items() if grade > 0)
         return dict(query=exam.queries[query], answer=exam.corpus[answer], first=a[query], second=b[query],
@@ -134,7 +134,7 @@ def widest(sheet: dict, first: str, second: str, exam: Retrieval,
 # %% ../../nbs/evaluation/08_exam.ipynb #5b39d506
 def advice(curve: dict,    # number of pairs -> nDCG@10 in [0, 1]
            made: bool,     # whether the queries were written by a machine
-           found: dict,    # from `verdict`
+           hits: dict,    # from `verdict`
           ) -> list:       # of sentences
     "What would make the model better, or the exam surer."
     lines, sizes = [], sorted(int(size) for size in curve)
@@ -143,8 +143,8 @@ def advice(curve: dict,    # number of pairs -> nDCG@10 in [0, 1]
         grown = f"from {sizes[-2]:,} to {sizes[-1]:,} pairs the score went {gain:+.1f} points on the development part"
         lines.append(f"More pairs would help: {grown}." if gain >= 1 else f"More pairs of this kind would help little: "
                      f"{grown}. A larger base, or other queries, may.")
-    if found["needed"]:
-        lines.append(f"The exam has {found['queries']} queries and would need about {found['needed']:,} to tell such a "
+    if hits["needed"]:
+        lines.append(f"The exam has {hits['queries']} queries and would need about {hits['needed']:,} to tell such a "
                      "difference: raise exam_queries, or collect more pairs.")
     if made:
         lines.append("The queries were made from the documents. They are not what people will ask: some hundred real "

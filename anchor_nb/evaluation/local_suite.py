@@ -134,46 +134,47 @@ def synonym_parts(items: list[Item],   # all synonym sets
     return {"test": rows}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #6d2ecf09
-def balanced(rows: list[dict], label: str, each: int) -> list[dict]:
+def balanced(rows: list[dict], label: str, per_label: int) -> list[dict]:
     "A draw of `each` rows of every label that has so many, in order of label and draw."
     groups = defaultdict(dict)
     for row in rows: groups[row[label]][row["text"]] = row
-    return [group[text] for _, group in sorted(groups.items()) if len(group) >= each
-            for text in draw(group, each, seed=0)]
+    return [group[text] for _, group in sorted(groups.items()) if len(group) >= per_label
+            for text in draw(group, per_label, seed=0)]
 
 
-def label_parts(train: list[dict], test: list[dict], pool: int, each: int, threshold: float = 0.5) -> dict:
+def label_parts(train: list[dict], test: list[dict], pool: int, per_label: int, threshold: float = 0.5) -> dict:
     "Pool and test rows of text and label, no test text nearly in the pool or twice."
     pool = balanced(train, "label", pool)
     known = {n for n, *_ in leaks([row["text"] for row in test], [row["text"] for row in pool], threshold)}
     kept = [test[n] for n in distinct([row["text"] for row in test], threshold) if n not in known]
-    return {"train": pool, "test": balanced(kept, "label", each)}
+    return {"train": pool, "test": balanced(kept, "label", per_label)}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #c89fe23f
-def topic_parts(train: list[Item], test: list[Item], pool: int, each: int, threshold: float = 0.5) -> dict:
+def topic_parts(train: list[Item], test: list[Item], pool: int, per_label: int, threshold: float = 0.5) -> dict:
     "Which group does this query's document belong to?"
     names = sorted({item.group for item in train if item.group != "Uncategorized"} & {item.group for item in test})
     def rows(items):
         return [{"text": item.query, "label": names.index(item.group), "name": item.group} for item in items
                 if item.query and item.group in names]
-    return label_parts(rows(train), rows(test), pool, each, threshold)
+    return label_parts(rows(train), rows(test), pool, per_label, threshold)
 
 
-def sentiment_parts(sites: dict, pool: int, each: int) -> dict:  # site -> rows of text and label
+def sentiment_parts(sites: dict, pool: int, per_label: int) -> dict:  # site -> rows of text and label
     "Good or bad? Equally many of each site and label."
     marked = [row | {"side": sources.pick(f"side sentiment {site} {n}", 4) == 0, "both": f"{site} {row['label']}"}
               for site, rows in sorted(sites.items()) for n, row in enumerate(rows)]
     def side(held_out): return [row | {"label": row["both"]} for row in marked if row["side"] == held_out]
-    parts = label_parts(side(False), side(True), pool, each)
+    parts = label_parts(side(False), side(True), pool, per_label)
     return {part: [{"text": row["text"], "label": int(row["both"][-1]), "site": row["both"][:-2]} for row in rows]
             for part, rows in parts.items()}
 
 
-def section_parts(items: list[Item], sections: tuple, each: int, threshold: float = 0.5) -> dict:
+def section_parts(items: list[Item], sections: tuple, per_label: int, threshold: float = 0.5) -> dict:
     "Short texts and the section they belong to."
     rows = [{"text": item.query, "labels": item.group} for item in items if item.query and item.group in sections]
     rows = [rows[n] for n in distinct([row["text"] for row in rows], threshold)]
-    return {"test": [{"sentences": row["text"], "labels": row["labels"]} for row in balanced(rows, "labels", each)]}
+    rows = balanced(rows, "labels", per_label)
+    return {"test": [{"sentences": row["text"], "labels": row["labels"]} for row in rows]}
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #3e829c19
 def toy_sts_parts(items: list[Item], count: int) -> dict:

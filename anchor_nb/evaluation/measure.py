@@ -54,7 +54,7 @@ def watch_queries(task, values: dict, hits: dict):
         where = f"{hf_subset}/{hf_split}"
         values.update({f"{where}/{query}": float(metrics[key]) for query, metrics in scores.items() if key in metrics})
         shown = first_hits(rows_of(task, hf_subset, hf_split), judged, results)
-        hits.update({f"{where}/{query}": found for query, found in shown.items()})
+        hits.update({f"{where}/{query}": ranked for query, ranked in shown.items()})
         return inner(scores, judged, results, hf_split=hf_split, hf_subset=hf_subset)
     task.task_specific_scores = keep
 

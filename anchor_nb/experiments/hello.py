@@ -19,7 +19,7 @@ from ..runs.provenance import package_folder
 # %% ../../nbs/experiments/08_hello.ipynb #7343a0b4
 def name_of(node, module: str, public: list) -> str: # of a definition; empty where it has none for readers
     "How a reader would write it: a command, or the path of a public name."
-    calls = [each for each in node.decorator_list if isinstance(each, ast.Call) and each.args]
+    calls = [decorator for decorator in node.decorator_list if isinstance(decorator, ast.Call) and decorator.args]
     commands = [call.args[0].value for call in calls if ast.unparse(call.func) == "app.command"]
     if commands: return f"anchor-nb {commands[0]}"
     return f"{module}.{node.name}" if node.name in public else ""

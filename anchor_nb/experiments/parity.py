@@ -154,10 +154,10 @@ def parity_of(ours: tuple, reference: tuple) -> Parity: # each (loss, name -> gr
     # [weights, 4]: squares of the difference, of ours and of the naive gradient, and the product of both
     sums = torch.tensor([[(a - b).square().sum(), a.square().sum(), b.square().sum(), (a*b).sum()]
                          for a, b in ((mine[name].double(), theirs[name].double()) for name in theirs)])
-    error, own, naive, product = sums.sum(0).tolist()
-    each = (sums[:, 0]/sums[:, 2].clamp(min=1e-300)).sqrt()
+    error, ours_squared, naive, product = sums.sum(0).tolist()
+    errors = (sums[:, 0]/sums[:, 2].clamp(min=1e-300)).sqrt()
     return Parity(loss, naive_loss, abs(loss - naive_loss)/abs(naive_loss), (error/naive)**0.5,
-                  product/max(own*naive, 1e-300)**0.5, each.median().item())
+                  product/max(ours_squared*naive, 1e-300)**0.5, errors.median().item())
 
 
 # %% ../../nbs/experiments/10_parity.ipynb #a6ee2ae3

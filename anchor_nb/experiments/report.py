@@ -302,7 +302,7 @@ def examples(ledger: list,     # rows
                     queries=[dict(text=kept[labels[0]].hits[query]["text"], sides=sides(query)) for query in chosen])
     return {}
 
-def examples_html(found: dict) -> str: # from `examples`
+def examples_html(result: dict) -> str: # from `examples`
     "The queries with their hits, a column for each model; hits that answer the query are marked."
     def hit(document, text, grade):
         kind, mark = ("answer", "✓ ") if grade > 0 else ("other", "")
@@ -311,8 +311,8 @@ def examples_html(found: dict) -> str: # from `examples`
         return (f'<div><h4>{html.escape(shown_name(label))} <small>{score:.0f}</small></h4>'
                 f'<ol>{"".join(hit(*row) for row in hits[:3])}</ol></div>')
     blocks = [f'<h3 class="query">{html.escape(query["text"])}</h3><div class="sides">'
-              + "".join(side(label, *query["sides"][label]) for label in found["labels"]) + "</div>"
-              for query in found["queries"]]
+              + "".join(side(label, *query["sides"][label]) for label in result["labels"]) + "</div>"
+              for query in result["queries"]]
     return "\n".join(blocks)
 
 # %% ../../nbs/experiments/05_report.ipynb #b4abff73

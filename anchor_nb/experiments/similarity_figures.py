@@ -41,9 +41,9 @@ CURVES = {"cka": ("linear CKA", "1: same up to rotation"),
 def _numbers(values: list) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
-def _not_there(axes, found: dict, metric: str, tint):
+def _not_there(axes, result: dict, metric: str, tint):
     "A panel whose metric was left out says why."
-    reasons = (text for name, text in found["left_out"].items() if name == metric or name.startswith(metric))
+    reasons = (text for name, text in result["left_out"].items() if name == metric or name.startswith(metric))
     _empty(axes, next(reasons, "not computed"), tint)
 
 def _empty(axes, why: str, tint):
@@ -52,25 +52,25 @@ def _empty(axes, why: str, tint):
     axes.texts[-1].set_color(tint("#777777"))
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #83e6911f
-def _heat(axes, found: dict, metric: str, names: tuple, low: float, colours: str, tint):
+def _heat(axes, result: dict, metric: str, names: tuple, low: float, colours: str, tint):
     "A matrix over the layers of both models, the embedding at the lower left."
     import seaborn
-    if not found["matrices"].get(metric): return _not_there(axes, found, metric, tint)
+    if not result["matrices"].get(metric): return _not_there(axes, result, metric, tint)
     labels = lambda layers: [layer if place % max(1, len(layers)//6) == 0 else "" for place, layer in enumerate(layers)]
-    matrix = _numbers(np.ravel(found["matrices"][metric])).reshape(len(found["layers_a"]), -1)
+    matrix = _numbers(np.ravel(result["matrices"][metric])).reshape(len(result["layers_a"]), -1)
     seaborn.heatmap(matrix, ax=axes, vmin=low, vmax=1, cmap=colours, square=True, cbar_kws=dict(shrink=0.8),
-                    xticklabels=labels(found["layers_b"]), yticklabels=labels(found["layers_a"]))
+                    xticklabels=labels(result["layers_b"]), yticklabels=labels(result["layers_a"]))
     axes.invert_yaxis()
     axes.grid(False)
     axes.tick_params(length=0, rotation=0)
     axes.set(xlabel=f"layer of {names[1]}", ylabel=f"layer of {names[0]}")
 
-def _curves(axes, found: dict, metric: str, names: tuple, tint):
+def _curves(axes, result: dict, metric: str, names: tuple, tint):
     "One metric over the depth, the pair's curve on top of its nulls."
-    if metric not in found["curves"]: return _not_there(axes, found, metric, tint)
-    layers = [pair[0] for pair in found["matched"]]
-    for null in [null for null in reversed(NULLS) if null in found["curves"][metric]]:
-        curve, (_, colour, dashes) = found["curves"][metric][null], NULLS[null]
+    if metric not in result["curves"]: return _not_there(axes, result, metric, tint)
+    layers = [pair[0] for pair in result["matched"]]
+    for null in [null for null in reversed(NULLS) if null in result["curves"][metric]]:
+        curve, (_, colour, dashes) = result["curves"][metric][null], NULLS[null]
         values, low, high = (_numbers(curve[part]) for part in ("value", "low", "high"))
         pair = dict(linewidth=2, marker="o", markersize=3.5) if null == "pair" else dict(linewidth=1.5)
         axes.plot(layers, values, color=tint(colour), linestyle=dashes, gid=f"{metric} {null}", **pair)
@@ -79,21 +79,21 @@ def _curves(axes, found: dict, metric: str, names: tuple, tint):
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #448e7c44
-def _dimensions(axes, found: dict, tint):
+def _dimensions(axes, result: dict, tint):
     "Correlations of the last layer's dimensions, each with its own."
-    last = found.get("last_layer") or {}
-    if not last.get("correlations"): return _not_there(axes, found, "correlation", tint)
+    last = result.get("last_layer") or {}
+    if not last.get("correlations"): return _not_there(axes, result, "correlation", tint)
     axes.hist(_numbers(last["correlations"]), bins=np.linspace(-1, 1, 41), color=tint("#0173b2"), linewidth=0,
               gid="dimensions")
     axes.axvline(last["mean"], color=tint("#d55e00"), linewidth=1.5, gid="mean")
     axes.set(xlabel="correlation", ylabel="dimensions")
 
-def _probe(axes, found: dict, names: tuple, tint):
+def _probe(axes, result: dict, names: tuple, tint):
     "A probe that was trained on one model and tested on the other."
-    if not found.get("probe"): return _empty(axes, "no probe: the texts have no classes", tint)
+    if not result.get("probe"): return _empty(axes, "no probe: the texts have no classes", tint)
     ways = {"source": f"{names[0]} itself", "raw": f"{names[1]}, as it is", "procrustes": f"{names[1]}, rotated",
             "ridge": f"{names[1]}, linear map", "target": f"trained on {names[1]}", "chance": "largest class"}
-    accuracy = {way: found["probe"]["accuracy"].get(way) for way in ways}
+    accuracy = {way: result["probe"]["accuracy"].get(way) for way in ways}
     known = {way: numbers for way, numbers in accuracy.items() if numbers and numbers["value"] is not None}
     for place, (way, numbers) in enumerate(known.items()):
         value = 100*numbers["value"]
@@ -107,10 +107,10 @@ def _probe(axes, found: dict, names: tuple, tint):
     axes.grid(False, axis="y")
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #fbf3fa23
-def _sizes(axes, found: dict, sizes: list, tint):
+def _sizes(axes, result: dict, sizes: list, tint):
     "The neighbourhoods of other sizes, thin beside the middle one, each named at its end."
-    layers, low, high = [pair[0] for pair in found["matched"]], *axes.get_ylim()
-    curves = {metric: _numbers(found["curves"][metric]["pair"]["value"]) for metric in sizes}
+    layers, low, high = [pair[0] for pair in result["matched"]], *axes.get_ylim()
+    curves = {metric: _numbers(result["curves"][metric]["pair"]["value"]) for metric in sizes}
     for metric in sizes:
         if metric != sizes[len(sizes)//2]:
             axes.plot(layers, curves[metric], color=tint("#0173b2"), linewidth=0.8, gid=f"{metric} pair")
@@ -118,40 +118,40 @@ def _sizes(axes, found: dict, sizes: list, tint):
         axes.annotate(f"k = {metric[4:]}", (layers[-1], height), xytext=(4, 0), textcoords="offset points", fontsize=7,
                       va="center", color=tint("#0173b2"), annotation_clip=False)
 
-def _legend(figure, found: dict, names: tuple, tint):
+def _legend(figure, result: dict, names: tuple, tint):
     "One legend for all curves, below the panels."
     from matplotlib.lines import Line2D
-    shown = [null for null in NULLS if any(null in curves for curves in found["curves"].values())]
+    shown = [null for null in NULLS if any(null in curves for curves in result["curves"].values())]
     lines = [Line2D([], [], color=tint(NULLS[null][1]), linestyle=NULLS[null][2], linewidth=2,
                     label=NULLS[null][0].format(a=names[0], b=names[1])) for null in shown]
     if lines: figure.legend(handles=lines, loc="outside lower center", ncol=len(lines), frameon=False)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #058aca49
-def similarity(found: dict,        # content of similarity.json
+def similarity(result: dict,        # content of similarity.json
                names: tuple = ("a", "b"), # what the models are called
                dark: bool = False, # for a dark page
               ):
     "Two models compared, in one figure: heat maps over layers, curves with their nulls, the last layer, the probe."
-    sizes = sorted((name for name in found["curves"] if name.startswith("knn_")), key=lambda name: int(name[4:]))
+    sizes = sorted((name for name in result["curves"] if name.startswith("knn_")), key=lambda name: int(name[4:]))
     middle = sizes[len(sizes)//2] if sizes else "knn"
-    rows = {"pooled": "one vector per text", "tokens": "one vector per token"}[found["settings"]["rows"]]
+    rows = {"pooled": "one vector per text", "tokens": "one vector per token"}[result["settings"]["rows"]]
     with look(dark) as tint:
         figure, panels = _panels(3, 3, 3.7, 3.1)
         for axes, (metric, low, colours) in zip(panels[0], (("cka", 0, "viridis"), ("correlation", -1, "RdBu_r"))):
-            _heat(axes, found, metric, names, low, colours, tint)
+            _heat(axes, result, metric, names, low, colours, tint)
             axes.set_title(CURVES[metric][0])
-        _dimensions(panels[0, 2], found, tint)
+        _dimensions(panels[0, 2], result, tint)
         panels[0, 2].set_title("last layer, by dimension")
         for axes, metric in zip(panels[1:].flat, [name for name in CURVES if name != "knn"] + [middle]):
             title, scale = CURVES["knn" if metric == middle else metric]
-            _curves(axes, found, metric, names, tint)
+            _curves(axes, result, metric, names, tint)
             axes.set_title(f"{title}, k = {middle[4:]}" if metric == middle else title)
             axes.set_ylabel(scale, fontsize=8)
-        if middle in found["curves"]: _sizes(panels[2, 1], found, sizes, tint)
-        _probe(panels[2, 2], found, names, tint)
+        if middle in result["curves"]: _sizes(panels[2, 1], result, sizes, tint)
+        _probe(panels[2, 2], result, names, tint)
         panels[2, 2].set_title("linear probe")
-        _legend(figure, found, names, tint)
-        figure.suptitle(f"{names[0]} and {names[1]}: {found['texts']} texts, {rows}", x=0.01, ha="left",
+        _legend(figure, result, names, tint)
+        figure.suptitle(f"{names[0]} and {names[1]}: {result['texts']} texts, {rows}", x=0.01, ha="left",
                         fontweight="bold")
         return _finish(figure)
 
@@ -201,14 +201,14 @@ def _geometry_panel(axes, lines: dict, metric: str, random: list, tint):
     else: axes.xaxis.get_major_locator().set_params(integer=True)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #7daa84b6
-def geometry_through_training(found: dict, dark: bool = False): # found: content of geometry.json
+def geometry_through_training(result: dict, dark: bool = False): # result: content of geometry.json
     "Every number of the geometry over the steps of stage II, a line for each run, with random points beside it."
-    lines = lines_of(found["checkpoints"])
-    shown = [metric for metric in GEOMETRY if any(metric in point["numbers"] for point in found["checkpoints"])]
+    lines = lines_of(result["checkpoints"])
+    shown = [metric for metric in GEOMETRY if any(metric in point["numbers"] for point in result["checkpoints"])]
     with look(dark) as tint:
         figure, grid = _panels(max(1, -(-len(shown)//4)), 4, 3, 2.6)
         for axes, metric in zip(grid.flat, shown):
-            _geometry_panel(axes, lines, metric, found["isotropic"]["numbers"].get(metric), tint)
+            _geometry_panel(axes, lines, metric, result["isotropic"]["numbers"].get(metric), tint)
         for axes in grid.flat[len(shown):]: axes.remove()
         for axes in figure.axes[-4:]:
             if any(len(line) > 1 for line in lines.values()): axes.set_xlabel("step of stage II")
@@ -252,9 +252,9 @@ def _spectrum(axes, points: list, tint):
     axes.legend(frameon=False, fontsize=7, loc="upper left")
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #45ceb0af
-def embeddings_compared(found: dict, dark: bool = False): # found: content of geometry.json
+def embeddings_compared(result: dict, dark: bool = False): # result: content of geometry.json
     "Similarities of positives and others for each model, and all spectra."
-    shown = last_of(found["checkpoints"])
+    shown = last_of(result["checkpoints"])
     counts = [counts for point in shown for counts in point["histograms"].values()] or [np.ones(len(EDGES) - 1)]
     used = np.flatnonzero(np.sum(counts, axis=0))
     with look(dark) as tint:
@@ -263,7 +263,7 @@ def embeddings_compared(found: dict, dark: bool = False): # found: content of ge
             axes.set_xlim(EDGES[used[0]] - 0.02, EDGES[used[-1] + 1] + 0.02)
             _cosines(axes, point, tint)
         panels[0].set_ylabel("share")
-        _spectrum(panels[-1], [*shown, dict(found["isotropic"], label="random points")], tint)
+        _spectrum(panels[-1], [*shown, dict(result["isotropic"], label="random points")], tint)
         if panels[0].get_legend_handles_labels()[0]:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, frameon=False)
         return _finish(figure)
@@ -272,23 +272,23 @@ def embeddings_compared(found: dict, dark: bool = False): # found: content of ge
 MAP_COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133",
                "#56b4e9", "#888888", "#a0a000")
 
-def _groups(found: dict, dark: bool) -> tuple: # content of map.json -> (a name for each point, name -> colour)
+def _groups(result: dict, dark: bool) -> tuple: # content of map.json -> (a name for each point, name -> colour)
     "What points are coloured by: their class where there is one, else their side."
-    labels, sides = [str(label) for label in found["labels"]], found["sides"]
+    labels, sides = [str(label) for label in result["labels"]], result["sides"]
     groups = labels*(len(sides)//len(labels)) if labels and len(set(labels)) <= 12 else sides
     return groups, {name: LIGHTER.get(colour, colour) if dark else colour
                     for name, colour in zip(dict.fromkeys(groups), MAP_COLOURS)}
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #85366a9a
-def embedding_map(found: dict, dark: bool = False): # found: content of map.json
+def embedding_map(result: dict, dark: bool = False): # result: content of map.json
     "The texts in the plane of each model, coloured by class or side."
     import seaborn
-    groups, colours = _groups(found, dark)
+    groups, colours = _groups(result, dark)
     with look(dark) as tint:
-        figure, (panels,) = _panels(1, len(found["names"]), 4, 3.8)
-        for axes, name in zip(panels, found["names"]):
-            places = np.array(found["places"][name])
-            seaborn.scatterplot(x=places[:, 0], y=places[:, 1], hue=groups, style=found["sides"], palette=colours,
+        figure, (panels,) = _panels(1, len(result["names"]), 4, 3.8)
+        for axes, name in zip(panels, result["names"]):
+            places = np.array(result["places"][name])
+            seaborn.scatterplot(x=places[:, 0], y=places[:, 1], hue=groups, style=result["sides"], palette=colours,
                                 markers=dict(document="o", query="X"), s=16, linewidth=0, alpha=0.75, ax=axes,
                                 legend=axes is panels[-1])
             axes.set(title=system(name)[0], xticks=[], yticks=[], xlabel="", ylabel="")
@@ -298,17 +298,17 @@ def embedding_map(found: dict, dark: bool = False): # found: content of map.json
         return _finish(figure)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #d406e466
-def interactive_map(found: dict, dark: bool = False): # found: content of map.json; -> plotly figure
+def interactive_map(result: dict, dark: bool = False): # result: content of map.json; -> plotly figure
     "The map with the text of a point on hover; ImportError names the extra that is missing."
     try: import plotly.graph_objects as graph, plotly.subplots as subplots
     except ImportError:
         raise ImportError("the interactive map needs plotly; pip install anchor_nb[analysis]") from None
-    (groups, colours), names = _groups(found, dark), found["names"]
+    (groups, colours), names = _groups(result, dark), result["names"]
     figure = subplots.make_subplots(1, len(names), subplot_titles=[system(name)[0] for name in names],
                                     horizontal_spacing=0.03)
-    texts = np.array(["<br>".join(textwrap.wrap(text.replace("<", "&lt;"), 60)) for text in found["texts"]])
+    texts = np.array(["<br>".join(textwrap.wrap(text.replace("<", "&lt;"), 60)) for text in result["texts"]])
     for column, group in ((column, group) for column in range(len(names)) for group in colours):
-        places, members = np.array(found["places"][names[column]]), np.array(groups) == group
+        places, members = np.array(result["places"][names[column]]), np.array(groups) == group
         points = graph.Scatter(x=places[members, 0].tolist(), y=places[members, 1].tolist(),
                                text=texts[members].tolist(), mode="markers", name=group, legendgroup=group,
                                showlegend=column == 0, hovertemplate="%{text}<extra></extra>",
@@ -321,9 +321,10 @@ def interactive_map(found: dict, dark: bool = False): # found: content of map.js
                      font_color=DARK["text.color"])
     return figure.update_layout(height=460, margin=dict(l=10, r=10, t=40, b=10), **paper)
 
-def write_map(found: dict, path: Path, dark: bool = False) -> Path: # found: content of map.json
+def write_map(result: dict, path: Path, dark: bool = False) -> Path: # result: content of map.json
     "The interactive map as one file that needs no network."
-    return write_text(path, interactive_map(found, dark).to_html(include_plotlyjs=True, config=dict(displaylogo=False)))
+    figure = interactive_map(result, dark)
+    return write_text(path, figure.to_html(include_plotlyjs=True, config=dict(displaylogo=False)))
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #65e1aac2
 PARTS = {"negative": ("negative", "#d55e00"), "best_other": ("best other document", "#949494"),

@@ -140,7 +140,7 @@ WARNING = re.compile(r"^(\S+):\d+: \w*Warning: (.*)\n(?: .*\n)?", re.M) # as Pyt
 
 def without_noise(text: str) -> str: # what a notebook wrote to stderr
     "Warnings of this package as plain sentences, and none of other packages."
-    return WARNING.sub(lambda found: f"warning: {found[2]}\n" if "anchor_nb" in Path(found[1]).parts else "", text)
+    return WARNING.sub(lambda match: f"warning: {match[2]}\n" if "anchor_nb" in Path(match[1]).parts else "", text)
 
 class Hiding:
     "Where papermill writes notebooks and what cells print: as it is, without secrets."
@@ -263,10 +263,15 @@ def check_models(stage: str, values: dict):
         if model not in (*known, "bm25"): resolve_model(model)
 
 def check_tasks(stage: str, values: dict):
-    "FileNotFoundError or ValueError for the folder of an evaluation set that lacks a file; reads none."
-    for task in values["tasks"] if stage == "evaluate" else ():
+    "FileNotFoundError or ValueError for a task or benchmark that is not there; reads no texts."
+    if stage != "evaluate": return
+    from anchor_nb.evaluation.benchmarks import BENCHMARKS, benchmark_tasks, find_task
+    from anchor_nb.evaluation.local_suite import LOCAL
+    for task in values["tasks"]:
         place = Path(split_off(task)[0])
         if place.is_dir() or "/" in task: check_present(folder := set_in(place), Faults(folder))
+        elif task not in LOCAL: find_task(task)
+    if (benchmark := values.get("benchmark")) and benchmark not in BENCHMARKS: benchmark_tasks(benchmark)
 
 def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, checked -> (parameters, run folder)
     "Where a stage will run: its `out`, or the folder that a hash names."

@@ -27,11 +27,11 @@ def cell(value, kind: str = "") -> str: # kind: class of the cell
 
 def score_rows(facts: dict) -> str:
     "A row for each system, best first."
-    rows, found = [], facts["verdict"]
+    rows, verdict = [], facts["verdict"]
     for label, score in sorted(facts["systems"].items(), key=lambda pair: -pair[1]["score"]):
-        mark = {found["delivered"]: " (this model)", found["against"]: " (what you have)"}.get(label, "")
+        mark = {verdict["delivered"]: " (this model)", verdict["against"]: " (what you have)"}.get(label, "")
         bar = f'<td><span class="bar" style="width:{100*score["score"]:.0f}%"></span></td>'
-        rows.append(f'<tr{" class=own" if label == found["delivered"] else ""}>' + cell(label + mark)
+        rows.append(f'<tr{" class=own" if label == verdict["delivered"] else ""}>' + cell(label + mark)
                     + cell(f"{100*score['score']:.1f}", "n")
                     + cell(f"{100*score['low']:.1f} to {100*score['high']:.1f}", "n")
                     + cell(score.get("size", ""), "n") + cell(score.get("minutes", ""), "n") + bar + "</tr>")
@@ -64,12 +64,12 @@ def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, ad
                  out: str,    # the HTML file; replaced whole
                 ) -> Path:
     "The result of an exam as one page."
-    found, listed = facts["verdict"], lambda lines: "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    names = found["delivered"], found["against"]
+    verdict, listed = facts["verdict"], lambda lines: "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    names = verdict["delivered"], verdict["against"]
     asked = "made from the documents" if facts["made"] else "from your pairs"
     body = f"""<h1>{html.escape(facts['title'])}</h1>
-<p class="verdict {'yes' if found['better'] else 'no'}">{html.escape(found['sentence'])}</p>
-<p>{found['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. Training has seen neither
+<p class="verdict {'yes' if verdict['better'] else 'no'}">{html.escape(verdict['sentence'])}</p>
+<p>{verdict['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. Training has seen neither
 these queries nor their documents, nor near-duplicates of either.</p>
 <h2>All systems</h2><table><tr><th>system</th><th class=n>nDCG@10</th><th class=n>95 % interval</th>
 <th class=n>size</th><th class=n>minutes</th><th></th></tr>{score_rows(facts)}</table>

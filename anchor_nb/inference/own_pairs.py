@@ -30,7 +30,7 @@ class Answers:
 
     def find(self, query: str, answer: str): # -> number of a passage, or None
         "The passage that an answer names, equals, lies in, or covers."
-        if (found := self.whole.get(text := plain(answer))) is not None: return found
+        if (number := self.whole.get(text := plain(answer))) is not None: return number
         if numbers := self.named.get(answer.strip()): return self.best(query, numbers)
         self.words = self.words or Words(self.texts)
         likely = self.words(answer).argsort()[::-1][:20].tolist()
@@ -46,13 +46,13 @@ def match_pairs(rows: list,     # in the common form
                 repeats: list = (), # of (document, number of a passage that stands for its own)
                ) -> tuple:      # (list of (query, number of a passage), queries whose answer is nowhere)
     "Each query with its passages; ValueError when most answers are in no document."
-    answers, found, lost = Answers(passages, repeats), [], []
+    answers, pairs, lost = Answers(passages, repeats), [], []
     for row in rows:
         numbers = dict.fromkeys(answers.find(row["query"], text) for text in row["positives"])
-        found += [(row["query"], number) for number in numbers if number is not None]
+        pairs += [(row["query"], number) for number in numbers if number is not None]
         if set(numbers) == {None}: lost.append(row["query"])
     if 2*len(lost) > len(rows):
         raise ValueError(f"{len(lost)} of {len(rows)} pairs in {source} point to no document, such as "
                          f"{lost[0][:60]!r}; an answer must be a text of the documents, a part of one, or a "
                          "document's id or path")
-    return list(dict.fromkeys(found)), lost
+    return list(dict.fromkeys(pairs)), lost

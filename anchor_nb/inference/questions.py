@@ -19,7 +19,8 @@ from ..models.resolve import find_model
 # %% ../../nbs/inference/05_questions.ipynb #acde28e3
 def own_title(titles: list): # of different documents -> function of a title
     "Titles without the ending that most of them share, such as the name of a site."
-    endings = Counter(found[0] for found in (re.search(r"\s+[-|–—·]\s+[^-|–—·]+$", title) for title in titles) if found)
+    matches = (re.search(r"\s+[-|–—·]\s+[^-|–—·]+$", title) for title in titles)
+    endings = Counter(match[0] for match in matches if match)
     shared, count = (endings.most_common(1) or [("", 0)])[0]
     return (lambda title: title.removesuffix(shared)) if 2*count > len(titles) else (lambda title: title)
 

@@ -121,11 +121,11 @@ def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: 
     "Which query asks for which passage."
     if recipe.pairs:
         rows = [row for table in load_pairs(recipe.pairs, columns=recipe.columns).values() for row in table]
-        found, lost = match_pairs(rows, passages, recipe.pairs, repeats)
+        matched, lost = match_pairs(rows, passages, recipe.pairs, repeats)
         counts = dict(given=len(rows), lost=len(lost), examples=lost[:5])
-    else: found, counts = made_pairs(recipe, passages, links)
-    write_lines(part/"pairs.jsonl", (dict(query=query, passage=number) for query, number in found))
-    return dict(made=not recipe.pairs, pairs=len(found)) | counts
+    else: matched, counts = made_pairs(recipe, passages, links)
+    write_lines(part/"pairs.jsonl", (dict(query=query, passage=number) for query, number in matched))
+    return dict(made=not recipe.pairs, pairs=len(matched)) | counts
 
 # %% ../../nbs/release/09_adapt.ipynb #06023ceb
 def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most: int, seed: int) -> Retrieval:
@@ -255,29 +255,29 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     split = steps.run("split", lambda part: split_step(recipe, part, passages, rows), ("pairs",), **sizes)
     place = steps.folder("split")
     def mined(part):
-        found = mine(Mine(data=str(place/"pairs"), corpus=str(place/"pool.jsonl"), out=str(part), model=MINER,
+        result = mine(Mine(data=str(place/"pairs"), corpus=str(place/"pool.jsonl"), out=str(part), model=MINER,
                           negatives=1, instructions="none", max_length=256))
-        return {name: found["pairs"][name] for name in ("rows", "negatives", "without", "refused")}
+        return {name: result["pairs"][name] for name in ("rows", "negatives", "without", "refused")}
     return dict(read=read, pairs=pairs, split=split, mine=steps.run("mine", mined, ("split",)))
 
 def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval) -> dict: # label -> facts, with base and library
     "Every candidate."
     bases, asked = bases_of(recipe)
-    found, common = {}, dict(epochs=recipe.epochs, seed=recipe.seed)
+    candidates, common = {}, dict(epochs=recipe.epochs, seed=recipe.seed)
     for base in bases:
         name, label = f"train-{Path(base).name}", f"{Path(base).name} tuned"
         if is_encoder(base):
             make = lambda part: tune_encoder(base, rows, dev, str(part/"model"), recipe.epochs, seed=recipe.seed)
             facts = steps.run(name, make, ("mine",), model=[base, model_content(base)], **common)
-            found[label] = facts | dict(base=base, library="sentence-transformers",
+            candidates[label] = facts | dict(base=base, library="sentence-transformers",
                                         model=str(steps.folder(name)/"model"))
         else:
             data = str(steps.folder("mine")/"pairs")
             make = lambda part: decoder_step(recipe, base, rows, dev, data, Path(recipe.out)/"runs", asked)
             facts = steps.run(name, make, ("mine",), model=[base, model_content(base)], minutes=recipe.minutes,
                               **common)
-            found[label] = facts | dict(base=base, library="anchor_nb")
-    return found
+            candidates[label] = facts | dict(base=base, library="anchor_nb")
+    return candidates
 
 # %% ../../nbs/release/09_adapt.ipynb #03588c6a
 def systems_of(candidates: dict) -> dict: # label -> `Candidate`
@@ -309,10 +309,10 @@ def exam_step(candidates: dict, exam: Retrieval, chosen: str) -> dict:
     "The exam, the verdict and the queries that changed most."
     sheet = sit_exam(exam, systems_of(candidates))
     have = [label for label in ("bm25", "minilm", "minilm + BM25") if label != chosen]
-    found = verdict(sheet, chosen, have)
-    each = {label: verdict(sheet, label, have) for label, facts in candidates.items() if "why" not in facts}
-    return dict(systems=without_rankings(sheet), verdict=found, each=each,
-                **widest(sheet, chosen, found["against"], exam))
+    decision = verdict(sheet, chosen, have)
+    verdicts = {label: verdict(sheet, label, have) for label, facts in candidates.items() if "why" not in facts}
+    return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts,
+                **widest(sheet, chosen, decision["against"], exam))
 
 # %% ../../nbs/release/09_adapt.ipynb #323d5578
 def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentences
@@ -334,13 +334,13 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                  f"{split['dev']} queries, judged on {split['exam']}.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
-def passed_over(found: dict, dev: int) -> list: # found: of the exam; dev: queries of the development part; -> sentences
+def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the development part; -> sentences
     "Candidates that scored higher in the exam than the one that the development part chose."
-    own, chosen = found["verdict"]["difference"], found["verdict"]["delivered"].removesuffix(" + BM25")
-    return [f"{label} scored {each['difference'] - own:.1f} points higher in the exam than what was chosen "
-            f"({each['low']:+.1f} to {each['high']:+.1f} against {each['against']}). The development part of {dev} "
+    gain, chosen = result["verdict"]["difference"], result["verdict"]["delivered"].removesuffix(" + BM25")
+    return [f"{label} scored {other['difference'] - gain:.1f} points higher in the exam than what was chosen "
+            f"({other['low']:+.1f} to {other['high']:+.1f} against {other['against']}). The development part of {dev} "
             "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
-            for label, each in found["each"].items() if label != chosen and each["difference"] > own]
+            for label, other in result["each"].items() if label != chosen and other["difference"] > gain]
 
 def parameters_of(model: str) -> int:
     "The weights of a model, by the headers of its files."
@@ -370,26 +370,27 @@ CARD = """
 Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}. {notes}
 """
 
-def export_step(recipe: Adapt, part: Path, model: str, found: dict, notes: list, chosen: str) -> dict:
+def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list, chosen: str) -> dict:
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
     exported = export_with_card(model, str(part/"model"), name=Path(recipe.out).name)
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
-    text = CARD.format(sentence=found["verdict"]["sentence"], own=100*found["systems"][label]["score"],
-                       notes=" ".join(notes), queries=found["verdict"]["queries"], against=found["verdict"]["against"],
-                       theirs=100*found["systems"][found["verdict"]["against"]]["score"])
+    text = CARD.format(sentence=result["verdict"]["sentence"], own=100*result["systems"][label]["score"],
+                       notes=" ".join(notes), queries=result["verdict"]["queries"],
+                       against=result["verdict"]["against"],
+                       theirs=100*result["systems"][result["verdict"]["against"]]["score"])
     card.write_text(card.read_text(encoding="utf-8") + text, encoding="utf-8")
     for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
     (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])
 
-def deliver(recipe: Adapt, steps: Steps, found: dict, candidates: dict, notes: list, chosen: str) -> str: # its folder
+def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: list, chosen: str) -> str: # its folder
     "OUT/model, if it is better than what was there; none otherwise."
     target = Path(recipe.out)/"model"
-    if not found["verdict"]["better"]:
+    if not result["verdict"]["better"]:
         if target.exists(): shutil.rmtree(target)
         return ""
     winner = candidates[chosen.removesuffix(" + BM25")]
-    steps.run("export", lambda part: export_step(recipe, part, winner["model"], found, notes, chosen), ("exam",))
+    steps.run("export", lambda part: export_step(recipe, part, winner["model"], result, notes, chosen), ("exam",))
     with new_folder(target) as part: shutil.copytree(steps.folder("export"), part, dirs_exist_ok=True,
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
@@ -424,14 +425,14 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     curve = steps.run("curve", lambda part: curve_step(recipe, rows, dev, candidates[f"{MINER} tuned"]),
                       (f"train-{MINER}",)) if recipe.curve else {}
     chosen = steps.run("choose", lambda part: choose_step(candidates, dev), names)["chosen"]
-    found = steps.run("exam", lambda part: exam_step(candidates, exam, chosen), ("choose",))
+    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen), ("choose",))
     notes = notes_of(recipe, facts, candidates)
-    model = deliver(recipe, steps, found, candidates, notes, chosen)
+    model = deliver(recipe, steps, judged, candidates, notes, chosen)
     made, grown = facts["pairs"]["made"], {int(size): score for size, score in curve.items()}
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
-                  advice=advice(grown, made, found["verdict"]) + passed_over(found, facts["split"]["dev"]),
-                  **found | dict(systems=beside(found["systems"], candidates)))
+                  advice=advice(grown, made, judged["verdict"]) + passed_over(judged, facts["split"]["dev"]),
+                  **judged | dict(systems=beside(judged["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))
     write_json(Path(recipe.out)/"adapt.json", result)
     return result | dict(page=str(page), fresh=steps.fresh)
@@ -455,26 +456,27 @@ def outlook(recipe: Adapt) -> list: # of lines
     "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
     passages, _ = passages_of(documents, recipe.words)
-    found = f"{len(documents):,} documents, {len(passages):,} passages, {len(skipped)} files left out"
-    lines = [outlook_row("read", found)]
+    counted = f"{len(documents):,} documents, {len(passages):,} passages, {len(skipped)} files left out"
+    lines = [outlook_row("read", counted)]
     if recipe.pairs: pairs = sum(map(len, load_pairs(recipe.pairs, columns=recipe.columns).values()))
     else:
         pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages))
         pairs += min(recipe.questions, len(passages))
     exam, dev = part_sizes(pairs, recipe)
     train = min(recipe.train_pairs or pairs, pairs - exam - dev)
-    each = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
+    minutes = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
     made = f"{pairs:,} titles, links and questions at most, fewer after the round trip"
     most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made,
                 split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
     lines += [outlook_row(step, what) for step, what in most.items()]
-    lines.append(outlook_row("mine", "one negative a pair", each/6*(min(len(passages), max(300, 4*train)) + train)))
+    lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
     lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
-                             each*(3*min(train, SEARCHED) + recipe.epochs*(train + dev)), 16*23e6))
+                             minutes*(3*min(train, SEARCHED) + recipe.epochs*(train + dev)), 16*23e6))
     for base in bases_of(recipe)[0]:
         if base != MINER: lines.append(outlook_row(f"train-{Path(base).name}", "as many pairs as fit",
                                                    SHARE*recipe.minutes, 16*135e6 if base == "smollm2-135m" else 0))
-    if recipe.curve: lines.append(outlook_row("curve", "a fourth and half of the pairs", each*recipe.epochs*0.75*train))
+    if recipe.curve:
+        lines.append(outlook_row("curve", "a fourth and half of the pairs", minutes*recipe.epochs*0.75*train))
     lines.append(outlook_row("exam", "all systems, alone and with BM25",
-                             each/6*2*min(len(passages), recipe.exam_documents)))
+                             minutes/6*2*min(len(passages), recipe.exam_documents)))
     return [*lines, outlook_row("export", "OUT/model with a card, if it is better; OUT/verdict.html")]

@@ -29,7 +29,7 @@ from ..runs.ledger import read_rows
 
 # %% ../../nbs/release/04_card.ipynb #650b5cbd
 @dataclass(frozen=True)
-class About:
+class CardContent:
     "What a card is written from."
     name: str            # of the model, as the hub or a folder calls it
     runs: list           # from `lineage`
@@ -73,7 +73,7 @@ def find_ledger(ledger: str, runs: list) -> Path | None: # ledger: as in `model_
     return place/"ledger.jsonl" if place and place.is_dir() else place
 
 def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", license: str = "", language: str = "",
-           licences: dict = None, label: str = "", checked: dict = None) -> About: # all as in `model_card`
+           licences: dict = None, label: str = "", checked: dict = None) -> CardContent: # all as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
     from anchor_nb.models.resolve import find_model
     runs, merged = lineage(model), merged_parts(model)
@@ -87,7 +87,7 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
     base = foundation(runs[0].manifest["recipe"]["model"] if runs else model)
     folder = out or (runs[-1].folder if runs and not merged else model)
     parts = [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in merged]
-    return About(name=name or Path(folder).name, runs=runs, base=base, data=data_sets(runs, licences), rows=rows,
+    return CardContent(name=name or Path(folder).name, runs=runs, base=base, data=data_sets(runs, licences), rows=rows,
                  per_query=load_per_query(rows, place.parent/"per_query") if place else {}, label=label,
                  step=step_of(model, runs), license=license or base["license"], language=language, parts=parts,
                  facts=exported_facts(out, checked) if out else {}, checked=checked)
@@ -105,22 +105,22 @@ def markdown_table(header: list, lines: list) -> str:
     return "\n".join("| " + " | ".join(map(cell, row)) + " |" for row in rows) if lines else ""
 
 # %% ../../nbs/release/04_card.ipynb #adc4cb2b
-def main_scores(about: About, label: str, step: int) -> dict: # task -> (value, Interval or None), in [0, 1]
+def main_scores(card: CardContent, label: str, step: int) -> dict: # task -> (value, Interval or None), in [0, 1]
     "The main scores of a system; means over training seeds where there are several."
-    tasks = by_seed([row for row in about.rows if (row["label"], row["step"]) == (label, step)])
-    return {task: (fmean(seeds.values()), interval_around(seeds, about.per_query.get((label, step, task))))
+    tasks = by_seed([row for row in card.rows if (row["label"], row["step"]) == (label, step)])
+    return {task: (fmean(seeds.values()), interval_around(seeds, card.per_query.get((label, step, task))))
             for task, seeds in tasks.items()}
 
 def per_cent(value: float, interval=None) -> str: # value and Interval in [0, 1]
     "A score with its interval, in per cent."
     return f"{100*value:.1f}" + (f" [{100*interval.low:.1f}, {100*interval.high:.1f}]" if interval else "")
 
-def score_table(about: About) -> str: # empty: not scored
+def score_table(card: CardContent) -> str: # empty: not scored
     "Scores by task and their mean, this model beside the paper's systems."
-    last = {label: rows[0]["step"] for label, rows in last_steps(about.rows).items() if label != about.label}
-    scores = {"this model": main_scores(about, about.label, about.step)}
-    scores |= {system(label)[0]: main_scores(about, label, last[label]) for label in SYSTEMS if label in last}
-    tasks, facts, lines = list(scores["this model"]), {row["task"]: row for row in about.rows}, []
+    last = {label: rows[0]["step"] for label, rows in last_steps(card.rows).items() if label != card.label}
+    scores = {"this model": main_scores(card, card.label, card.step)}
+    scores |= {system(label)[0]: main_scores(card, label, last[label]) for label in SYSTEMS if label in last}
+    tasks, facts, lines = list(scores["this model"]), {row["task"]: row for row in card.rows}, []
     for task in tasks:
         row = facts[task]
         size = f"{row['queries']:,} / {row['documents']:,}" if row["documents"] else "–"
@@ -133,10 +133,10 @@ def score_table(about: About) -> str: # empty: not scored
     return markdown_table(["task", "score in %", "queries / documents", *scores], lines)
 
 # %% ../../nbs/release/04_card.ipynb #e08ba328
-def beside_paper(about: About) -> str:
+def beside_paper(card: CardContent) -> str:
     "This model's scores beside the paper's, or why they cannot be compared."
-    rows = [dict(row) for row in about.rows if (row["label"], row["step"]) == (about.label, about.step)]
-    scores = expected_vs_obtained(rows, about.base["hub"])
+    rows = [dict(row) for row in card.rows if (row["label"], row["step"]) == (card.label, card.step)]
+    scores = expected_vs_obtained(rows, card.base["hub"])
     lines = [[row.table, row.row, row.column, f"{row.paper:.2f}", f"{row.ours:.2f}", f"{row.difference:+.2f}",
               row.verdict] for row in scores[scores["verdict"] != "not run"].itertuples()]
     if lines:
@@ -145,10 +145,10 @@ def beside_paper(about: About) -> str:
                 f"{markdown_table(header, lines)}")
     text = (f"None of the paper's {len(scores)} scores can be compared with these: they are means over MTEB tasks, "
             "measured with the paper's own models.")
-    if about.label not in PAPER_NAMES: return text
-    theirs = [f"{by_name[PAPER_NAMES[about.label]]:.1f} with {PAPER_MODELS[model]}"
+    if card.label not in PAPER_NAMES: return text
+    theirs = [f"{by_name[PAPER_NAMES[card.label]]:.1f} with {PAPER_MODELS[model]}"
               for model, by_name in paper()["table10_stages_subset15"].items()]
-    return (f"{text} For orientation, the same training ({system(about.label)[0]}) reaches {', '.join(theirs)} there, "
+    return (f"{text} For orientation, the same training ({system(card.label)[0]}) reaches {', '.join(theirs)} there, "
             "as a mean of 15 tasks.")
 
 # %% ../../nbs/release/04_card.ipynb #11415286
@@ -158,12 +158,12 @@ def hub_data(tasks: list) -> dict: # task -> its data set's id on the hub
     paths = {cls.metadata.name: cls.metadata.dataset["path"] for cls in TASK_LIST if cls.metadata.name in tasks}
     return {task: path for task, path in paths.items() if path.count("/") == 1} # a mean over tasks has none
 
-def eval_results(about: About) -> list: # of huggingface_hub.EvalResult, in per cent
+def eval_results(card: CardContent) -> list: # of huggingface_hub.EvalResult, in per cent
     "The main scores in the form that the hub reads."
     from huggingface_hub import EvalResult
-    facts = {row["task"]: row for row in about.rows if row["label"] == about.label}
+    facts = {row["task"]: row for row in card.rows if row["label"] == card.label}
     known, results = hub_data(list(facts)) if facts else {}, []
-    for task, (value, _) in main_scores(about, about.label, about.step).items():
+    for task, (value, _) in main_scores(card, card.label, card.step).items():
         revision = facts[task]["data"].partition(";")[0] or None
         results.append(EvalResult(task_type=facts[task]["type"], dataset_type=known.get(task, task),
                                   dataset_name=f"MTEB {task}" if task in known else task, dataset_revision=revision,
@@ -212,22 +212,22 @@ def code_versions(runs: list) -> str:
         names.append(f"anchor_nb {code.get('version', '(version unknown)')}{commit}")
     return " and then ".join(dict.fromkeys(names))
 
-def command_lines(about: About) -> str:
+def command_lines(card: CardContent) -> str:
     "The commands that make a model again, from its data to its export."
-    recipe, lines = about.runs[-1].manifest["recipe"], commands(about.runs)
-    source = public(recipe["out"], about.runs[-1].folder.resolve().parent)
-    if about.step not in (0, recipe["steps"]): source += f"/snapshots/step-{about.step}"
-    if about.parts:
-        models, weights = zip(*about.parts)
+    recipe, lines = card.runs[-1].manifest["recipe"], commands(card.runs)
+    source = public(recipe["out"], card.runs[-1].folder.resolve().parent)
+    if card.step not in (0, recipe["steps"]): source += f"/snapshots/step-{card.step}"
+    if card.parts:
+        models, weights = zip(*card.parts)
         source = "runs/merged"
         lines.append(" ".join(["anchor-nb merge", *models, "--out", source, *(f"--weight {w}" for w in weights)]))
-    return "\n".join([*lines, f"anchor-nb export {source} {about.name.rpartition('/')[2]}"])
+    return "\n".join([*lines, f"anchor-nb export {source} {card.name.rpartition('/')[2]}"])
 
 # %% ../../nbs/release/04_card.ipynb #73a8f515
-def data_table(about: About) -> str:
+def data_table(card: CardContent) -> str:
     "Which texts the model was trained on."
     lines, unknown = [], "not recorded"
-    for facts in about.data:
+    for facts in card.data:
         stages = ", ".join(STAGES[stage].removeprefix("Stage ") for stage in dict.fromkeys(facts["stages"]))
         license = facts["license"] or ("see its page on the hub" if facts["hub"] else unknown)
         lines.append([facts["name"], stages, f"{facts.get('rows', 0):,}", f"`{str(facts['sha256'])[:12]}`", license,
@@ -235,40 +235,40 @@ def data_table(about: About) -> str:
     return markdown_table(["data set", "stage", "rows", "sha256", "licence of the texts", "source", "credit"], lines)
 
 # %% ../../nbs/release/04_card.ipynb #d0c5b8f7
-def card_data(about: About): # -> huggingface_hub.ModelCardData
+def card_data(card: CardContent): # -> huggingface_hub.ModelCardData
     "What the hub reads."
     from huggingface_hub import ModelCardData
-    adapter = about.facts.get("adapter") # on top of stage I it is not an adapter of the base model
-    relation = "finetune" if not adapter else "adapter" if len(about.runs) == 1 else None
-    library = "sentence-transformers" if about.facts else "anchor_nb"
+    adapter = card.facts.get("adapter") # on top of stage I it is not an adapter of the base model
+    relation = "finetune" if not adapter else "adapter" if len(card.runs) == 1 else None
+    library = "sentence-transformers" if card.facts else "anchor_nb"
     tags = ["feature-extraction", "sentence-similarity", library, "anchor_nb"] # servers have tags too, but none was run
     return ModelCardData(
-        model_name=about.name.rpartition("/")[2], license=about.license or "other",
-        license_name=None if about.license else "unknown",
-        language=about.language.split(",") if about.language else None, base_model=about.base["hub"] or None,
-        base_model_relation=relation if about.base["hub"] and about.runs else None,
-        datasets=[facts["hub"] for facts in about.data if facts["hub"]] or None, library_name=library,
-        pipeline_tag="feature-extraction", tags=list(dict.fromkeys(tags)), eval_results=eval_results(about) or None)
+        model_name=card.name.rpartition("/")[2], license=card.license or "other",
+        license_name=None if card.license else "unknown",
+        language=card.language.split(",") if card.language else None, base_model=card.base["hub"] or None,
+        base_model_relation=relation if card.base["hub"] and card.runs else None,
+        datasets=[facts["hub"] for facts in card.data if facts["hub"]] or None, library_name=library,
+        pipeline_tag="feature-extraction", tags=list(dict.fromkeys(tags)), eval_results=eval_results(card) or None)
 
 # %% ../../nbs/release/04_card.ipynb #df5d2987
-def history(about: About) -> str:
+def history(card: CardContent) -> str:
     "How a model was trained, in one sentence."
-    last = about.runs[-1].manifest
+    last = card.runs[-1].manifest
     added = last["trainable"] if last["recipe"].get("lora_rank") else 0
     size = f" with {last['parameters'] - added:,} parameters" if last.get("parameters") else ""
-    stages = [objective(run.manifest) for run in about.runs]
+    stages = [objective(run.manifest) for run in card.runs]
     how = f"{len(stages)} stage{'s' * (len(stages) > 1)}: {', then '.join(stages)}"
-    if about.step not in (0, last["recipe"]["steps"]):
-        how += f"; this is the model after {about.step} of {last['recipe']['steps']} steps of the last stage"
-    if about.parts:
-        parts = ", ".join(f"{weight:g} of {model}" for model, weight in about.parts)
+    if card.step not in (0, last["recipe"]["steps"]):
+        how += f"; this is the model after {card.step} of {last['recipe']['steps']} steps of the last stage"
+    if card.parts:
+        parts = ", ".join(f"{weight:g} of {model}" for model, weight in card.parts)
         how = f"{len(stages)} training runs, whose models were then merged: {parts}"
-    return f"A text embedder{size}, trained from {about.base['name']} with {code_versions(about.runs)} in {how}."
+    return f"A text embedder{size}, trained from {card.base['name']} with {code_versions(card.runs)} in {how}."
 
-def summary(about: About) -> str:
+def summary(card: CardContent) -> str:
     "What the model is, in two sentences."
-    text = history(about) if about.runs else f"This is {about.base['name']}, as loaded by anchor_nb {__version__}."
-    if not (facts := about.facts): return text
+    text = history(card) if card.runs else f"This is {card.base['name']}, as loaded by anchor_nb {__version__}."
+    if not (facts := card.facts): return text
     details = [f"pooling: {facts['pooling']}", "bidirectional attention" * facts["bidirectional"],
                "normalized to length 1" * facts["normalize"], facts["dtype"] and f"stored as {facts['dtype']}"]
     return (f"{text} It maps a text of at most {facts['layout']['max_length']} tokens to {facts['dimension']} numbers "
@@ -277,22 +277,22 @@ def summary(about: About) -> str:
 # %% ../../nbs/release/04_card.ipynb #e7c52051
 FIND_OUT = "Find it out before you pass the model on."
 
-def limits(about: About) -> list: # of sentences
+def limits(card: CardContent) -> list: # of sentences
     "What not to expect of the model."
-    last = about.runs[-1].manifest["recipe"] if about.runs else {}
-    length = about.facts["layout"]["max_length"] if about.facts else last.get("max_length")
-    mine = [row for row in about.rows if row["label"] == about.label]
-    shared = ", ".join(sorted({row["task"] for row in mine} & {facts["name"] for facts in about.data}))
-    unlicensed = ", ".join(facts["name"] for facts in about.data if not facts["license"] and not facts["hub"])
-    reconstruction = any("reconstruction" in objective(run.manifest) for run in about.runs)
+    last = card.runs[-1].manifest["recipe"] if card.runs else {}
+    length = card.facts["layout"]["max_length"] if card.facts else last.get("max_length")
+    mine = [row for row in card.rows if row["label"] == card.label]
+    shared = ", ".join(sorted({row["task"] for row in mine} & {facts["name"] for facts in card.data}))
+    unlicensed = ", ".join(facts["name"] for facts in card.data if not facts["license"] and not facts["hub"])
+    reconstruction = any("reconstruction" in objective(run.manifest) for run in card.runs)
     return [text for applies, text in (
         (length, f"Texts are cut at {length} tokens; the rest is ignored."),
         (len({row["training_seed"] for row in mine}) == 1, "There is one training seed. Intervals cover the choice of "
          "queries only; another seed could move a score as much."),
         (shared, f"{cell(shared)} was both trained and evaluated on, so part of any gain is adaptation to its domain."),
-        (not about.license, f"The licence of the base model, {about.base['name']}, was not available when this card "
+        (not card.license, f"The licence of the base model, {card.base['name']}, was not available when this card "
          f"was written. {FIND_OUT}"),
-        (about.license.startswith("llama"), "The Llama licence asks for the words \"Built with Llama\" and for a name "
+        (card.license.startswith("llama"), "The Llama licence asks for the words \"Built with Llama\" and for a name "
          "that begins with \"Llama\"."),
         (unlicensed, f"The licence of {cell(unlicensed)} is not recorded. {FIND_OUT}"),
         (reconstruction, "Embeddings do not hide texts. Stage I trains a model to write texts from embeddings, so "
@@ -384,25 +384,25 @@ This card was written by anchor_nb {{ version }} from the files of the runs.
 '''
 
 # %% ../../nbs/release/04_card.ipynb #c6a876d9
-def licence_line(about: About) -> str:
+def licence_line(card: CardContent) -> str:
     "The licence, and who says so."
-    if not about.license: return "unknown, see Limits"
-    whose = "that of the base model" if about.license == about.base["license"] else "as stated by whoever exported it"
-    return f"{about.license}, {whose}; the licences of the training texts are listed under Data"
+    if not card.license: return "unknown, see Limits"
+    whose = "that of the base model" if card.license == card.base["license"] else "as stated by whoever exported it"
+    return f"{card.license}, {whose}; the licences of the training texts are listed under Data"
 
-def write_card(about: About) -> str:
+def write_card(card: CardContent) -> str:
     "The card as Markdown, without secrets."
     from huggingface_hub import ModelCard
-    row = next((row for row in about.rows if (row["label"], row["step"]) == (about.label, about.step)), {})
-    carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in about.runs]
+    row = next((row for row in card.rows if (row["label"], row["step"]) == (card.label, card.step)), {})
+    carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in card.runs]
     stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}", says,
-               departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(about.runs, carried)]
+               departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(card.runs, carried)]
     card = ModelCard.from_template(
-        card_data(about), template_str=PAGE, title=about.name.rpartition("/")[2], summary=summary(about),
-        licence=licence_line(about), usage=about.facts and usage(about.name, about.facts, about.checked), row=row,
-        scores=score_table(about), beside_paper=beside_paper(about), facts=facts_table(about.runs), stages=stages,
-        data=data_table(about), commands=about.runs and command_lines(about), versions=code_versions(about.runs),
-        limits=limits(about), paper=paper()["paper"], version=__version__)
+        card_data(card), template_str=PAGE, title=card.name.rpartition("/")[2], summary=summary(card),
+        licence=licence_line(card), usage=card.facts and usage(card.name, card.facts, card.checked), row=row,
+        scores=score_table(card), beside_paper=beside_paper(card), facts=facts_table(card.runs), stages=stages,
+        data=data_table(card), commands=card.runs and command_lines(card), versions=code_versions(card.runs),
+        limits=limits(card), paper=paper()["paper"], version=__version__)
     return without_secrets(re.sub(r"\n{3,}", "\n\n", card.content).strip() + "\n")
 
 # %% ../../nbs/release/04_card.ipynb #c6d683c8

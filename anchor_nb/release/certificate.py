@@ -204,8 +204,8 @@ def certify(model: str,        # what was exported
             elif file and not (folder/file).is_file(): row["reason"] = f"no {file}: export with --format {backend}"
             else:
                 try:
-                    found = call(folder, backend, precision, [way[1] + way[4] for way in asked])
-                    row |= compared(*found, vectors, ids, asked)
+                    answers = call(folder, backend, precision, [way[1] + way[4] for way in asked])
+                    row |= compared(*answers, vectors, ids, asked)
                 except Exception as error: row["reason"] = f"failed: {type(error).__name__}: {str(error)[:200]}"
             rows.append(row)
     write_text(folder/"certificate.json", json.dumps(rows, indent=1) + "\n")

@@ -167,8 +167,8 @@ def tensors(model, architecture): # -> a generator of (name, fp32 array)
         array = weight.float().numpy()
         if count and architecture == gguf.MODEL_ARCH.LLAMA: array = interleaved(array, count)
         yield names.get_name("model." + name, try_suffixes=(".weight", ".bias")), array
-    theta, found = config.rope_parameters["rope_theta"], model.rotary_emb.inv_freq.double().numpy()
-    factors = theta**-(np.arange(len(found))/len(found))/found
+    theta, frequencies = config.rope_parameters["rope_theta"], model.rotary_emb.inv_freq.double().numpy()
+    factors = theta**-(np.arange(len(frequencies))/len(frequencies))/frequencies
     if abs(factors - 1).max() > 1e-4: yield "rope_freqs.weight", factors.astype(np.float32)
 
 def write_gguf(folder: Path, file: Path, precision: str): # precision: fp16, int8 or int4

@@ -84,7 +84,7 @@ class Ranker:
         return not untrained and self.index.embedder.formatter.layout.instruction_format != WHOLE_BEGINNING
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         return " · ".join(filter(None, [stages_line(self.stages), f"{self.index.vectors.shape[1]} dimensions",
                                         "" if self.takes_instruction else "ignores instructions"]))
 
@@ -267,7 +267,7 @@ def app(rankers: list,            # of `Ranker`, one or two, over the same corpu
     Search, Decode = questions(limits, len(rankers))
     answer_errors(api)
     documents, judged = len(rankers[0].index.ids), dict(corpus.judged)
-    models = [dict(name=ranker.name, about=ranker.about, writes=ranker.writes,
+    models = [dict(name=ranker.name, about=ranker.description, writes=ranker.writes,
                    takes_instruction=ranker.takes_instruction) for ranker in rankers]
     description = dict(corpus=corpus.name, documents=documents, models=models, instruction=corpus.instruction,
                  examples=corpus.examples, k=min(k, limits.hits), limits=asdict(limits))

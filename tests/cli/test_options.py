@@ -102,6 +102,8 @@ def test_what_can_be_known_is_checked_before_a_kernel_starts(tmp_path, monkeypat
     (["stage2", "lr=3"], "lr=3 is no table\nan option is written --lr 3"),
     (["stage2", "-p", "lr", "3"], "-p learning_rate: write -p name=value"),
     (["stage2", "--preset", "laptop", "-p", "preset=paper"], "the preset is given twice, as laptop and as paper\n"),
+    (["evaluate", "tiny", "--task", "SciFcat"], "there is no task 'SciFcat'\ndid you mean SciFact"),
+    (["evaluate", "tiny", "--benchmark", "BIER"], "There is no benchmark 'BIER'; did you mean 'BEIR'"),
     (["evaluate", "tiny", "--task", "half"], "half has 2 faults: half/corpus.jsonl is missing; half/qrels"),
     (["check", "faq.csv", "--columns", "query=Fragen,positive=Antwort"], "columns names Fragen, which no row has\n"
                                                                          "the fields are Frage, Antwort")])

@@ -229,6 +229,27 @@ def test_the_checks_of_width_and_raise_notice():
     assert hidden_raises(text) == ["if a: raise B"]
 
 
+def vague_names(text) -> list:
+    "Locals and parameters whose name says nothing of what they hold."
+    vague = {"found", "one", "each", "own", "said", "about"}
+    tree = ast.parse(text)
+    fields = {node.target for block in ast.walk(tree) if isinstance(block, ast.ClassDef) for node in block.body
+              if isinstance(node, ast.AnnAssign)}
+    return sorted({node.arg if isinstance(node, ast.arg) else node.id for node in ast.walk(tree)
+                   if isinstance(node, ast.arg) and node.arg in vague or node not in fields
+                   and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in vague})
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_local_is_named_for_what_it_holds(path):
+    allowed = ["each"] if path.stem in ("filtering", "data") else [] # the option --each of `filter`
+    assert [name for name in vague_names(path.read_text(encoding="utf-8")) if name not in allowed] == []
+
+
+def test_the_check_of_locals_notices():
+    assert vague_names("def f(found): one, x = found\nclass A:\n    own: int") == ["found", "one"]
+
+
 def public_names(path) -> list:
     "What a module lists in `__all__`."
     listed = [node.value for node in ast.parse(path.read_text(encoding="utf-8")).body
