@@ -7,6 +7,7 @@ __all__ = ['YARDSTICKS', 'Candidate', 'candidates', 'revision', 'with_yardsticks
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #392e6f77
 import hashlib, json, shlex
+from typing import get_args
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
@@ -36,11 +37,13 @@ class Candidate:
     adapter: str = ""         # anchor_nb: a further adapter on top
     bidirectional: bool | None = None # anchor_nb: None is what the checkpoint says
     truncate_dim: int = 0     # dimensions kept; 0: all
+    precision: str = ""       # anchor_nb: of the weights, such as bf16; empty is what the embedder chooses
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #00a21969
-def extras(candidate: Candidate) -> dict: # kind, adapter and bidirectional, those that are given
+def extras(candidate: Candidate) -> dict: # kind, adapter, bidirectional and precision, those that are given
     "The options that override the files of one of our embedders."
-    given = dict(kind=candidate.kind, adapter=candidate.adapter, bidirectional=candidate.bidirectional)
+    given = dict(kind=candidate.kind, adapter=candidate.adapter, bidirectional=candidate.bidirectional,
+                 precision=candidate.precision)
     return {name: value for name, value in given.items() if value not in ("", None)}
 
 def shortened(candidate: Candidate) -> dict: # truncate_dim, if given
@@ -92,7 +95,7 @@ def library_of(source: str) -> str:
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3cd1bf66
 LIBRARIES = ("anchor_nb", "sentence-transformers", "bm25")
-OURS = ("kind", "adapter", "bidirectional")
+OURS = ("kind", "adapter", "bidirectional", "precision")
 OPTIONS = ("model", "library", "pooling", "template", "truncate_dim", *OURS)
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #795beb7d
@@ -134,6 +137,7 @@ def of_one(label: str, options: dict, snapshots: bool) -> list: # of `Candidate`
 # %% ../../nbs/evaluation/03_encoders.ipynb #08251763
 def check_options(label: str, given: dict, library: str): # given: the options that were given
     "Refuse incompatible options and impossible values."
+    from anchor_nb.models.embedder import WeightPrecision
     def refuse(name, fix):
         raise ValueError(f"models: {label} has {name}={given[name]!r}{fix}")
     for name in OURS:
@@ -141,6 +145,8 @@ def check_options(label: str, given: dict, library: str): # given: the options t
             refuse(name, f", which library={library} does not know; leave it out, or set library=anchor_nb")
     if given.get("kind", "plain") not in KINDS: refuse("kind", f"; choose one of {', '.join(KINDS)}")
     if not isinstance(given.get("bidirectional", True), bool): refuse("bidirectional", "; give true or false")
+    if given.get("precision", "auto") not in (known := get_args(WeightPrecision)):
+        refuse("precision", f"; choose one of {', '.join(known)}")
     if type(size := given.get("truncate_dim", 0)) is not int or size < 0 or size and library == "bm25":
         refuse("truncate_dim", "; give the number of dimensions to keep, 0 for all, and none to bm25, which has no "
                                "vectors")

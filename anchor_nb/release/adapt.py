@@ -35,7 +35,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 4 # raised when a step comes to make something else of the same inputs
+MADE = 5 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -169,7 +169,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
                 exam_documents=len(read_retrieval(part/"exam").corpus))
 
 # %% ../../nbs/release/09_adapt.ipynb #9c836f72
-SHARE, TOO_FEW = 0.6, 100 # of the minutes for decoders; pairs; ours
+SHARE, TOO_FEW, SEEDS = 0.6, 100, 2 # of the minutes for decoders; pairs; trainings of each, time allowing; ours
 
 def is_encoder(base: str) -> bool:
     "Whether a base is a sentence-transformers model."
@@ -205,16 +205,26 @@ def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int) -> d
     return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), epochs=epochs, steps=facts["steps"],
                 seconds=round(time.perf_counter() - began[0], 1), cpu_seconds=round(time.process_time() - began[1], 1))
 
-def best_snapshot(run: str, dev: Retrieval) -> dict: # model: the best; snapshots: step -> nDCG@10
+def dev_score(source: str, dev: Retrieval, precision: str) -> float: # nDCG@10
+    "A checkpoint's score on the development part."
+    return score_one(load(Candidate(source, source, precision=precision), "dev", 256), dev)["score"]
+
+def best_seed(trials: dict, dev: Retrieval, precision: str) -> int: # trials: seed -> facts of `train_decoder`
+    "The seed whose last checkpoint is the best on the development part; a single one is not scored."
+    if len(trials) == 1: return next(iter(trials))
+    return max(trials, key=lambda seed: dev_score(trials[seed]["model"], dev, precision))
+
+def best_snapshot(run: str, dev: Retrieval, precision: str) -> dict: # model: the best; snapshots: step -> nDCG@10
     "The development part chooses among the adapters after each epoch."
     places = {step: source for step, source, _ in checkpoints(run)}
-    scores = {step: score_one(load(Candidate(f"step {step}", source), "dev", 256), dev)["score"]
-              for step, source in places.items()}
+    scores = {step: dev_score(source, dev, precision) for step, source in places.items()}
     return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
 
 # %% ../../nbs/release/09_adapt.ipynb #9d8a8acf
 def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str, runs: Path, asked: bool) -> dict:
     "Train a decoder as far as the minutes allow; `why` says that it was left out."
+    from transformers import AutoConfig
+    from anchor_nb.training.precision import auto_precision
     full, _ = decoder_minutes(base, data, len(rows))
     budget = SHARE*recipe.minutes
     fit = int(len(rows)*min(1, budget/max(full, 1e-9)))
@@ -223,9 +233,15 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str
                         f"and it needs some hundreds; give more minutes, or base={base}")
     few = rows[:max(fit, min(len(rows), TOO_FEW))]
     epochs = max(1, min(recipe.epochs, int(budget/max(full, 1e-9))))
-    name = hashlib.sha256(json.dumps([base, model_content(base), few, epochs, recipe.seed]).encode()).hexdigest()[:8]
-    facts = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", recipe.seed)
-    return facts | (best_snapshot(facts["run"], dev) if epochs > 1 else {})
+    trials = {}
+    for seed in range(recipe.seed, recipe.seed + max(1, min(SEEDS, int(budget/max(full, 1e-9)/epochs)))):
+        decides = [base, model_content(base), few, epochs, seed]
+        name = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
+        trials[seed] = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", seed)
+    precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0] # of vectors that only choose
+    facts = trials[best_seed(trials, dev, precision)]
+    took = {name: round(sum(trial[name] for trial in trials.values()), 1) for name in ("seconds", "cpu_seconds")}
+    return facts | took | dict(seeds=list(trials)) | (best_snapshot(facts["run"], dev, precision) if epochs > 1 else {})
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
     "The tuned encoder's score on the development part, by number of pairs."
