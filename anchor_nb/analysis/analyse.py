@@ -189,7 +189,6 @@ def compared(settings, sample: Sample) -> dict: # as `streaming.compare`
     few = dict(layers=min(settings.layers or 6, 6), sample=500) if settings.quick else dict(layers=settings.layers)
     labels = [label for label in sample.labels for _ in sample.fields] or None
     how = Settings(rows=settings.states, pooling=settings.pooling, neighbours=settings.neighbours,
-                   random_init=settings.random_null,
                    max_length=settings.max_length, micro_tokens=settings.micro_tokens, seed=settings.seed, **few)
     return compare(settings.a, settings.b, sample.texts, settings=how, labels=labels, twin=settings.again,
                    out=settings.out)

