@@ -468,7 +468,7 @@ class Adapt(Recipe):
     generator: str = setting("smollm2-135m", "causal language model that writes them, or http://HOST/v1#MODEL",
                              "ours: small enough for a laptop", reads="model")
     train_pairs: int = setting(2000, "pairs trained on at most; 0: all", "ours: for small machines", bound=">=0")
-    epochs: int = setting(3, "passes over the pairs at most; the development part stops sooner", "ours", bound=">0")
+    epochs: int = setting(3, "passes over the pairs at most; the development split stops sooner", "ours", bound=">0")
     curve: bool = setting(True, "tune on a fourth and on half of the pairs too, to say whether more would help", "ours")
     columns: dict = setting({}, "columns of the pairs, such as {query: frage, positive: antwort}", "ours",
                             group="texts")

@@ -140,7 +140,7 @@ def advice(curve: dict,    # number of pairs -> nDCG@10 in [0, 1]
     lines, sizes = [], sorted(int(size) for size in curve)
     if len(sizes) > 1:
         gain = 100*(curve[sizes[-1]] - curve[sizes[-2]])
-        grown = f"from {sizes[-2]:,} to {sizes[-1]:,} pairs the score went {gain:+.1f} points on the development part"
+        grown = f"from {sizes[-2]:,} to {sizes[-1]:,} pairs the score went {gain:+.1f} points on the development split"
         lines.append(f"More pairs would help: {grown}." if gain >= 1 else f"More pairs of this kind would help little: "
                      f"{grown}. A larger base, or other queries, may.")
     if hits["needed"]:

@@ -57,7 +57,7 @@ def curve_rows(curve: dict) -> str: # number of pairs -> score
                    + f'<td><span class="bar" style="width:{100*score:.0f}%"></span></td></tr>'
                    for size, score in sorted(curve.items(), key=lambda pair: int(pair[0])))
     return ("<h2>More pairs?</h2><table><tr><th class=n>pairs</th><th class=n>nDCG@10</th><th></th></tr>" + rows
-            + "</table><p class=why>The tuned encoder on the development part.</p>")
+            + "</table><p class=why>The tuned encoder on the development split.</p>")
 
 # %% ../../nbs/experiments/09_verdict_page.ipynb #e6b15155
 def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, advice, notes ...; as `adapt` makes them

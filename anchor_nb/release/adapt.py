@@ -139,7 +139,7 @@ def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most
     return subset(whole, documents=most, seed=seed)
 
 def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
-    "Queries of the exam and of the development part; ValueError where the exam could tell nothing."
+    "Queries of the exam and of the development split; ValueError where the exam could tell nothing."
     exam, dev = min(recipe.exam_queries, total//4), min(recipe.dev_queries, total//8)
     if exam < FEWEST["exam"]:
         raise ValueError(f"{total} queries leave an exam of {exam}, too small to tell anything: a difference of 10 "
@@ -148,7 +148,7 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
     return [exam, dev]
 
 def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
-    "Exam, development part, training pairs, and the passages that negatives may come from."
+    "Exam, development split, training pairs, and the passages that negatives may come from."
     texts = [shown(passage, bool(recipe.pairs)) for passage in passages]
     numbers, marks = [row["passage"] for row in pairs], [passages[row["passage"]].document for row in pairs]
     rows = [dict(query=row["query"], positives=[texts[row["passage"]]], negatives=[], instruction="",
@@ -206,16 +206,16 @@ def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int) -> d
                 seconds=round(time.perf_counter() - began[0], 1), cpu_seconds=round(time.process_time() - began[1], 1))
 
 def dev_score(source: str, dev: Retrieval, precision: str) -> float: # nDCG@10
-    "A checkpoint's score on the development part."
+    "A checkpoint's score on the development split."
     return score_one(load(Candidate(source, source, precision=precision), "dev", 256), dev)["score"]
 
 def best_seed(trials: dict, dev: Retrieval, precision: str) -> int: # trials: seed -> facts of `train_decoder`
-    "The seed whose last checkpoint is the best on the development part; a single one is not scored."
+    "The seed whose last checkpoint is the best on the development split; a single one is not scored."
     if len(trials) == 1: return next(iter(trials))
     return max(trials, key=lambda seed: dev_score(trials[seed]["model"], dev, precision))
 
 def best_snapshot(run: str, dev: Retrieval, precision: str) -> dict: # model: the best; snapshots: step -> nDCG@10
-    "The development part chooses among the adapters after each epoch."
+    "The development split chooses among the adapters after each epoch."
     places = {step: source for step, source, _ in checkpoints(run)}
     scores = {step: dev_score(source, dev, precision) for step, source in places.items()}
     return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
@@ -244,7 +244,7 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str
     return facts | took | dict(seeds=list(trials)) | (best_snapshot(facts["run"], dev, precision) if epochs > 1 else {})
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
-    "The tuned encoder's score on the development part, by number of pairs."
+    "The tuned encoder's score on the development split, by number of pairs."
     best, scores = max(tuned["epochs"], key=tuned["epochs"].get), {0: tuned["epochs"]["0"]}
     for size in sorted({len(rows)//4, len(rows)//2}):
         if size < 16 or best == "0": continue
@@ -314,7 +314,7 @@ def without_rankings(sheet: dict) -> dict:
             for label, system in sheet.items()}
 
 def choose_step(candidates: dict, dev: Retrieval) -> dict: # scores: label -> nDCG@10; chosen: label of a candidate
-    "The development part decides which candidate is delivered, and whether together with BM25."
+    "The development split decides which candidate is delivered, and whether together with BM25."
     systems = {label: candidate for label, candidate in systems_of(candidates).items()
                if label == "bm25" or label in candidates}
     sheet = sit_exam(dev, systems)
@@ -350,11 +350,11 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                  f"{split['dev']} queries, judged on {split['exam']}.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
-def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the development part; -> sentences
-    "Candidates that scored higher in the exam than the one that the development part chose."
+def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the development split; -> sentences
+    "Candidates that scored higher in the exam than the one that the development split chose."
     gain, chosen = result["verdict"]["difference"], result["verdict"]["delivered"].removesuffix(" + BM25")
     return [f"{label} scored {other['difference'] - gain:.1f} points higher in the exam than what was chosen "
-            f"({other['low']:+.1f} to {other['high']:+.1f} against {other['against']}). The development part of {dev} "
+            f"({other['low']:+.1f} to {other['high']:+.1f} against {other['against']}). The development split of {dev} "
             "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
             for label, other in result["each"].items() if label != chosen and other["difference"] > gain]
 

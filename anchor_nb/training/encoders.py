@@ -70,14 +70,14 @@ RATES = (2e-5, 1e-4, 3e-4) # ours: around sentence-transformers' 5e-5, and what 
 SEARCHED = 192             # pairs
 
 def search_rate(model: str, rows: list, dev: Retrieval, rates=RATES, batch: int = 32, max_length: int = 256,
-                seed: int = 0) -> dict: # rate -> nDCG@10 on the development part
+                seed: int = 0) -> dict: # rate -> nDCG@10 on the development split
     "The score of each learning rate after one short epoch."
     few, scores, judge = random.Random(seed).sample(rows, min(len(rows), SEARCHED)), {}, evaluator_of(dev)
     for rate in rates:
         encoder = opened(model, max_length)
         fit(encoder, few, None, rate, 1, batch, seed)
         scores[rate] = judge(encoder)[SCORE]
-        announce(f"learning rate {rate:g}: nDCG@10 {100*scores[rate]:.1f} on the development part")
+        announce(f"learning rate {rate:g}: nDCG@10 {100*scores[rate]:.1f} on the development split")
     return scores
 
 # %% ../../nbs/training/11_encoders.ipynb #4282acd3
@@ -98,7 +98,7 @@ def tune_encoder(model: str,       # a sentence-transformers folder, hub id or s
     encoder = opened(model, max_length)
     scores = fit(encoder, rows, evaluator_of(dev), rate or max(rates, key=rates.get), epochs, batch, seed)
     announce(f"{Path(model).name}: nDCG@10 {100*scores[0]:.1f} as it is, {100*max(scores.values()):.1f} tuned, on the "
-             "development part")
+             "development split")
     facts = dict(model=str(model), pairs=len(rows), rates={f"{key:g}": value for key, value in rates.items()},
                  rate=rate or max(rates, key=rates.get), epochs=scores, dev=max(scores.values()), batch=batch,
                  max_length=encoder.max_seq_length, seed=seed, seconds=round(time.perf_counter() - began[0], 1),

@@ -180,7 +180,7 @@ DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.
 
 CARDS = [("tutorials/five_thousand", "Five thousand pairs, one hour", "From a CSV of yours to a search model in use."),
          ("tutorials/quickstart", "What is an embedder?", "From a checkpoint to embeddings to training, in minutes."),
-         ("tutorials/documents", "Your documents, in an hour", "From a folder of files to an examined search, or a no."),
+         ("tutorials/documents", "Your documents, in an hour", "From a folder of files to an examined search."),
          ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
          ("losses/reconstruction", "The losses", "The equation, the idea, the code, the assertion."),
          ("paper/answer", "Does it help?", "The paper's claim asked again, with controls and seeds."),

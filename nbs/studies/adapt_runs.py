@@ -72,7 +72,7 @@ def differences():
 
 
 def seeds(name, precision, *numbers):
-    "Stage II of SmolLM2 once more on the pairs of a target's latest run, scored on its development part."
+    "Stage II of SmolLM2 once more on the pairs of a target's latest run, scored on its development split."
     from anchor_nb import Stage2, train
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate, load
