@@ -348,6 +348,8 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
     else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
     lines.append(f"Trained on {split['train']:,} pairs, {facts['mine']['negatives']:,} mined negatives; chosen on "
                  f"{split['dev']} queries, judged on {split['exam']}.")
+    lines += [f"{label} was trained {len(facts['seeds'])} times, with different seeds; the development split chose one."
+              for label, facts in candidates.items() if len(facts.get("seeds", [])) > 1]
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
 def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the development split; -> sentences

@@ -137,7 +137,7 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     dev, sizes = subset(read_retrieval(folder/"eval"), 10, 20), dict(documents="x", epochs=2, minutes=600)
     facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
     assert facts["pairs"] == 160 and facts["epochs"] == 2 and facts["steps"] == 20
-    assert list(facts["snapshots"]) == [10, 20] and Path(facts["model"]).is_dir()
+    assert list(facts["snapshots"]) == [10, 20] and Path(facts["model"]).is_dir() and facts["seeds"] == [0, 1]
     again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
     assert again["model"] == facts["model"], "a finished run is not repeated"
     system = dict(score=0.5)
@@ -149,6 +149,19 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     short = Adapt(**sizes | dict(minutes=1e-6))
     left_out = module.decoder_step(short, "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", False)
     assert "was left out" in left_out["why"]
+
+
+@pytest.mark.parametrize("minutes, seeds", [(100, [5, 6]), (50, [5])])
+def test_the_better_of_two_seeds_is_taken_where_there_is_time_for_two(minutes, seeds, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "decoder_minutes", lambda *_: (10, 0)) # of a pass
+    monkeypatch.setattr(module, "dev_score", lambda model, *_: dict(m5=0.2, m6=0.7)[model])
+    monkeypatch.setattr(module, "best_snapshot", lambda run, *_: dict(model=run, snapshots={}))
+    monkeypatch.setattr(module, "train_decoder", lambda base, rows, epochs, out, seed: dict(
+        model=f"m{seed}", run=f"run-{seed}", seconds=1, cpu_seconds=2))
+    asked = Adapt(documents="x", minutes=minutes, epochs=3, seed=5)
+    facts = module.decoder_step(asked, "tiny", [{}]*200, None, "pairs", tmp_path, True)
+    assert (facts["model"], facts["seeds"]) == (f"run-{seeds[-1]}", seeds)
+    assert (facts["seconds"], facts["cpu_seconds"]) == (len(seeds), 2*len(seeds))
 
 
 # ---- bad input ----
