@@ -238,10 +238,11 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str
         decides = [base, model_content(base), few, epochs, seed]
         name = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         trials[seed] = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", seed)
-    precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0] # of vectors that only choose
+    precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0]
     facts = trials[best_seed(trials, dev, precision)]
     took = {name: round(sum(trial[name] for trial in trials.values()), 1) for name in ("seconds", "cpu_seconds")}
-    return facts | took | dict(seeds=list(trials)) | (best_snapshot(facts["run"], dev, precision) if epochs > 1 else {})
+    facts |= took | dict(seeds=list(trials), precision=precision)
+    return facts | (best_snapshot(facts["run"], dev, precision) if epochs > 1 else {})
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
     "The tuned encoder's score on the development split, by number of pairs."
@@ -302,10 +303,11 @@ def systems_of(candidates: dict) -> dict: # label -> `Candidate`
     systems = dict(bm25=Candidate("bm25", "bm25", library="bm25"),
                    minilm=Candidate("minilm", MINER, library="sentence-transformers"))
     for label, facts in there.items():
+        how = dict(library=facts["library"], precision=facts.get("precision", ""))
         if facts["base"] != MINER:
             plain = f"{Path(facts['base']).name} untrained"
-            systems[plain] = Candidate(plain, facts["base"], library=facts["library"])
-        systems[label] = Candidate(label, facts["model"], library=facts["library"])
+            systems[plain] = Candidate(plain, facts["base"], **how)
+        systems[label] = Candidate(label, facts["model"], **how)
     return systems
 
 def without_rankings(sheet: dict) -> dict:
@@ -348,8 +350,12 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
     else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
     lines.append(f"Trained on {split['train']:,} pairs, {facts['mine']['negatives']:,} mined negatives; chosen on "
                  f"{split['dev']} queries, judged on {split['exam']}.")
-    lines += [f"{label} was trained {len(facts['seeds'])} times, with different seeds; the development split chose one."
-              for label, facts in candidates.items() if len(facts.get("seeds", [])) > 1]
+    for label, facts in candidates.items():
+        if len(facts.get("seeds", [])) > 1:
+            lines.append(f"{label} was trained {len(facts['seeds'])} times, with different seeds; the development split "
+                         "chose one.")
+        if facts.get("precision") == "bf16":
+            lines.append(f"{label} was examined with weights in bf16, which is faster on this machine.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
 def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the development split; -> sentences
