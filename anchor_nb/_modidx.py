@@ -3422,6 +3422,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'anchor_nb/training/plan.py')},
             'anchor_nb.training.precision': { 'anchor_nb.training.precision.auto_precision': ( 'training/precision.html#auto_precision',
                                                                                                'anchor_nb/training/precision.py'),
+                                              'anchor_nb.training.precision.cpu_gain': ( 'training/precision.html#cpu_gain',
+                                                                                         'anchor_nb/training/precision.py'),
                                               'anchor_nb.training.precision.cpu_precision': ( 'training/precision.html#cpu_precision',
                                                                                               'anchor_nb/training/precision.py'),
                                               'anchor_nb.training.precision.measured': ( 'training/precision.html#measured',
