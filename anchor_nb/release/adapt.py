@@ -352,8 +352,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                  f"{split['dev']} queries, judged on {split['exam']}.")
     for label, facts in candidates.items():
         if len(facts.get("seeds", [])) > 1:
-            lines.append(f"{label} was trained {len(facts['seeds'])} times, with different seeds; the development split "
-                         "chose one.")
+            lines.append(f"{label} was trained with {len(facts['seeds'])} seeds; the development split chose one.")
         if facts.get("precision") == "bf16":
             lines.append(f"{label} was examined with weights in bf16, which is faster on this machine.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
