@@ -267,7 +267,7 @@ def check_parity(stage: str, attention: str, precision: str) -> Check: # stage: 
     recipe = RECIPES[stage](model="tiny", data="unused", out="unused", max_length=48, global_batch=6, **settings)
     examples = toy_examples(6)
     parity = parity_of(packed_gradient(replace(recipe, attention=attention, precision=precision), examples),
-                      naive_gradient(recipe, examples))
+                       naive_gradient(recipe, examples))
     loss, gradient = TOLERANCES[precision]
     state = (f"{attention}, {precision}: loss off by {parity.loss_error:.0e} (at most {loss:.0e}), gradient by "
              f"{parity.gradient_error:.0e} (at most {gradient:.0e}), on the {'GPU' if on_gpu() else 'CPU'}")

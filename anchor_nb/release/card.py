@@ -88,9 +88,9 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
     folder = out or (runs[-1].folder if runs and not merged else model)
     parts = [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in merged]
     return CardContent(name=name or Path(folder).name, runs=runs, base=base, data=data_sets(runs, licences), rows=rows,
-                 per_query=load_per_query(rows, place.parent/"per_query") if place else {}, label=label,
-                 step=step_of(model, runs), license=license or base["license"], language=language, parts=parts,
-                 facts=exported_facts(out, checked) if out else {}, checked=checked)
+                       per_query=load_per_query(rows, place.parent/"per_query") if place else {}, label=label,
+                       step=step_of(model, runs), license=license or base["license"], language=language, parts=parts,
+                       facts=exported_facts(out, checked) if out else {}, checked=checked)
 
 # %% ../../nbs/release/04_card.ipynb #3de13f5c
 def cell(value) -> str:
