@@ -19,8 +19,8 @@ from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
 from ..data.splitting import divide, write_exam
 from ..data.writers import write_lines, write_pairs
-from ..evaluation.encoders import Candidate, checkpoints, load
-from ..evaluation.exam import advice, queries_needed, score_one, sit_exam, verdict, widest
+from ..evaluation.encoders import Candidate, checkpoints
+from ..evaluation.exam import advice, opened, queries_needed, score_one, sit_exam, verdict, widest
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
@@ -205,23 +205,24 @@ def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int) -> d
     return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), epochs=epochs, steps=facts["steps"],
                 seconds=round(time.perf_counter() - began[0], 1), cpu_seconds=round(time.process_time() - began[1], 1))
 
-def dev_score(source: str, dev: Retrieval, precision: str) -> float: # nDCG@10
+def dev_score(source: str, dev: Retrieval, precision: str, known: dict) -> float: # nDCG@10
     "A checkpoint's score on the development split."
-    return score_one(load(Candidate(source, source, precision=precision), "dev", 256), dev)["score"]
+    return score_one(opened(Candidate(source, source, precision=precision), known), dev)["score"]
 
-def best_seed(trials: dict, dev: Retrieval, precision: str) -> int: # trials: seed -> facts of `train_decoder`
+def best_seed(trials: dict, dev: Retrieval, precision: str, known: dict) -> int: # trials: seed -> facts of `train_decoder`
     "The seed whose last checkpoint is the best on the development split; a single one is not scored."
     if len(trials) == 1: return next(iter(trials))
-    return max(trials, key=lambda seed: dev_score(trials[seed]["model"], dev, precision))
+    return max(trials, key=lambda seed: dev_score(trials[seed]["model"], dev, precision, known))
 
-def best_snapshot(run: str, dev: Retrieval, precision: str) -> dict: # model: the best; snapshots: step -> nDCG@10
+def best_snapshot(run: str, dev: Retrieval, precision: str, known: dict) -> dict: # model: the best; snapshots: step -> nDCG@10
     "The development split chooses among the adapters after each epoch."
     places = {step: source for step, source, _ in checkpoints(run)}
-    scores = {step: dev_score(source, dev, precision) for step, source in places.items()}
+    scores = {step: dev_score(source, dev, precision, known) for step, source in places.items()}
     return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
 
 # %% ../../nbs/release/09_adapt.ipynb #9d8a8acf
-def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str, runs: Path, asked: bool) -> dict:
+def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str, runs: Path, asked: bool,
+                 known: dict) -> dict: # known: vectors, for `sit_exam`
     "Train a decoder as far as the minutes allow; `why` says that it was left out."
     from transformers import AutoConfig
     from anchor_nb.training.precision import auto_precision
@@ -239,10 +240,10 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str
         name = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         trials[seed] = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", seed)
     precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0]
-    facts = trials[best_seed(trials, dev, precision)]
+    facts = trials[best_seed(trials, dev, precision, known)]
     took = {name: round(sum(trial[name] for trial in trials.values()), 1) for name in ("seconds", "cpu_seconds")}
     facts |= took | dict(seeds=list(trials), precision=precision)
-    return facts | (best_snapshot(facts["run"], dev, precision) if epochs > 1 else {})
+    return facts | (best_snapshot(facts["run"], dev, precision, known) if epochs > 1 else {})
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
     "The tuned encoder's score on the development split, by number of pairs."
@@ -277,7 +278,7 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
         return {name: result["pairs"][name] for name in ("rows", "negatives", "without", "refused")}
     return dict(read=read, pairs=pairs, split=split, mine=steps.run("mine", mined, ("split",)))
 
-def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval) -> dict: # label -> facts, with base and library
+def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval, known: dict) -> dict: # label -> facts, with base and library
     "Every candidate."
     bases, asked = bases_of(recipe)
     candidates, common = {}, dict(epochs=recipe.epochs, seed=recipe.seed)
@@ -290,7 +291,7 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval) -> dict: # 
                                              model=str(steps.folder(name)/"model"))
         else:
             data = str(steps.folder("mine")/"pairs")
-            make = lambda part: decoder_step(recipe, base, rows, dev, data, Path(recipe.out)/"runs", asked)
+            make = lambda part: decoder_step(recipe, base, rows, dev, data, Path(recipe.out)/"runs", asked, known)
             facts = steps.run(name, make, ("mine",), model=[base, model_content(base)], minutes=recipe.minutes,
                               **common)
             candidates[label] = facts | dict(base=base, library="anchor_nb")
@@ -315,17 +316,17 @@ def without_rankings(sheet: dict) -> dict:
     return {label: {name: value for name, value in system.items() if name != "ranking"}
             for label, system in sheet.items()}
 
-def choose_step(candidates: dict, dev: Retrieval) -> dict: # scores: label -> nDCG@10; chosen: label of a candidate
+def choose_step(candidates: dict, dev: Retrieval, known: dict) -> dict: # scores: label -> nDCG@10; chosen: label of a candidate
     "The development split decides which candidate is delivered, and whether together with BM25."
     systems = {label: candidate for label, candidate in systems_of(candidates).items()
                if label == "bm25" or label in candidates}
-    sheet = sit_exam(dev, systems)
+    sheet = sit_exam(dev, systems, known=known)
     scores = {label: system["score"] for label, system in sheet.items() if label != "bm25"}
     return dict(scores=scores, chosen=max(scores, key=scores.get))
 
-def exam_step(candidates: dict, exam: Retrieval, chosen: str) -> dict:
+def exam_step(candidates: dict, exam: Retrieval, chosen: str, known: dict) -> dict:
     "The exam, the verdict and the queries that changed most."
-    sheet = sit_exam(exam, systems_of(candidates))
+    sheet = sit_exam(exam, systems_of(candidates), known=known)
     have = [label for label in ("bm25", "minilm", "minilm + BM25") if label != chosen]
     decision = verdict(sheet, chosen, have)
     verdicts = {label: verdict(sheet, label, have) for label, facts in candidates.items() if "why" not in facts}
@@ -443,12 +444,13 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     facts = prepared(recipe, steps)
     rows = [row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table]
     exam, dev = (read_retrieval(steps.folder("split")/name) for name in ("exam", "dev"))
-    candidates = trained(recipe, steps, rows, dev)
+    known = {} # vectors, so that the development split and the exam embed their common passages once
+    candidates = trained(recipe, steps, rows, dev, known)
     names = tuple(name for name in steps.keys if name.startswith("train-"))
     curve = steps.run("curve", lambda part: curve_step(recipe, rows, dev, candidates[f"{MINER} tuned"]),
                       (f"train-{MINER}",)) if recipe.curve else {}
-    chosen = steps.run("choose", lambda part: choose_step(candidates, dev), names)["chosen"]
-    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen), ("choose",))
+    chosen = steps.run("choose", lambda part: choose_step(candidates, dev, known), names)["chosen"]
+    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, known), ("choose",))
     notes = notes_of(recipe, facts, candidates)
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
     made, grown = facts["pairs"]["made"], {int(size): score for size, score in curve.items()}

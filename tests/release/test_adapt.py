@@ -51,7 +51,7 @@ def quick(monkeypatch, tmp_path):
         calls.append(len(rows))
         return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, dev=0.2, seconds=60.0)
 
-    def sat(exam, systems, max_length=256):
+    def sat(exam, systems, max_length=256, known=None):
         sheet = {}
         for label in [*systems, *(f"{name} + BM25" for name in systems if name != "bm25")]:
             good = rule["tuned"] if "tuned" in label and "BM25" not in label else 0.5
@@ -135,10 +135,10 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     folder = build_corpus("toy")
     rows = [row for table in load_pairs(str(folder/"pairs")).values() for row in table][:160]
     dev, sizes = subset(read_retrieval(folder/"eval"), 10, 20), dict(documents="x", epochs=2, minutes=600)
-    facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
+    facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True, {})
     assert facts["pairs"] == 160 and facts["epochs"] == 2 and facts["steps"] == 20
     assert list(facts["snapshots"]) == [10, 20] and Path(facts["model"]).is_dir() and facts["seeds"] == [0, 1]
-    again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True)
+    again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True, {})
     assert again["model"] == facts["model"], "a finished run is not repeated"
     system = dict(score=0.5)
     found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
@@ -147,7 +147,7 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     module.export_step(Adapt(**sizes), tmp_path/"model", facts["model"], found, ["A note."], "tiny tuned + BM25")
     assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
     short = Adapt(**sizes | dict(minutes=1e-6))
-    left_out = module.decoder_step(short, "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", False)
+    left_out = module.decoder_step(short, "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", False, {})
     assert "was left out" in left_out["why"]
 
 
@@ -159,7 +159,7 @@ def test_the_better_of_two_seeds_is_taken_where_there_is_time_for_two(minutes, s
     monkeypatch.setattr(module, "train_decoder", lambda base, rows, epochs, out, seed: dict(
         model=f"m{seed}", run=f"run-{seed}", seconds=1, cpu_seconds=2))
     asked = Adapt(documents="x", minutes=minutes, epochs=3, seed=5)
-    facts = module.decoder_step(asked, "tiny", [{}]*200, None, "pairs", tmp_path, True)
+    facts = module.decoder_step(asked, "tiny", [{}]*200, None, "pairs", tmp_path, True, {})
     assert (facts["model"], facts["seeds"]) == (f"run-{seeds[-1]}", seeds)
     assert (facts["seconds"], facts["cpu_seconds"]) == (len(seeds), 2*len(seeds))
 
