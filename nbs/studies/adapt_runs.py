@@ -1,11 +1,12 @@
 """The runs behind the study of `adapt`, one call each; rows go to nbs/results/adapt/rows.jsonl.
 
-    python nbs/studies/adapt_runs.py foldoc base=minilm exam_queries=200
-    python nbs/studies/adapt_runs.py wordnet pairs=no exam_queries=100 # documents only
-    python nbs/studies/adapt_runs.py differences                       # between the systems of each exam
-    python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2          # the decoder again on the pairs of a run
+    python nbs/studies/adapt_runs.py foldoc seed=1 base=minilm,smollm2-135m exam_documents=0
+    python nbs/studies/adapt_runs.py wordnet pairs=no seed=0 base=minilm # documents only
+    python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
 
-A target is 1,200 texts of a corpus of ours, with the queries of 900 of them as pairs.
+A target is 1,200 texts of a corpus of ours, each cut after 60 words, with the query of each as a pair. Without pairs,
+documents have the titles that they would have in a folder, and what was trained is scored on the corpus's own queries
+too, which no step has seen.
 """
 import hashlib
 import json
@@ -19,7 +20,7 @@ from anchor_nb.data.corpora import build_corpus
 from anchor_nb.release.adapt import adapt
 from anchor_nb.runs.provenance import code_version, machine
 
-TEXTS, PAIRS = 1200, 900
+TEXTS, WORDS = 1200, 60
 
 
 def write(path, rows):
@@ -28,12 +29,37 @@ def write(path, rows):
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
-def target(name, root):
+def titled(name, row):
+    "A text with the title that its document has, where there is one."
+    title = dict(foldoc=row["query"].removeprefix("What is ").removesuffix("?"), debian=row["id"]).get(name, "")
+    return dict(_id=row["id"], text=row["positive"]) | (dict(title=title) if title else {})
+
+
+def target(name, root, own):
     "documents.jsonl and pairs.jsonl of a corpus, the same ones each time."
     lines = (build_corpus(name)/"pairs"/f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     rows = sorted(map(json.loads, lines), key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())[:TEXTS]
-    write(root/"documents.jsonl", [dict(_id=row["id"], text=row["positive"]) for row in rows])
-    write(root/"pairs.jsonl", [dict(query=row["query"], positive=row["id"]) for row in rows[:PAIRS]])
+    for row in rows: row["positive"] = " ".join(row["positive"].split()[:WORDS])
+    write(root/"documents.jsonl", [dict(_id=row["id"], text=row["positive"]) if own else titled(name, row)
+                                   for row in rows])
+    write(root/"pairs.jsonl", [dict(query=row["query"], positive=row["id"]) for row in rows])
+
+
+def real_queries(root, out):
+    "BM25, MiniLM as it is and tuned on made pairs, on the queries of the corpus: scores, and tuned minus plain."
+    from anchor_nb.data.retrieval_sets import Retrieval
+    from anchor_nb.evaluation.encoders import Candidate
+    from anchor_nb.evaluation.exam import sit_exam, verdict
+    documents, pairs = ([json.loads(line) for line in open(root/f"{file}.jsonl", encoding="utf-8")]
+                        for file in ("documents", "pairs"))
+    texts = {row["_id"]: "\n".join(filter(None, (row.get("title"), row["text"]))) for row in documents}
+    queries = {f"q{n}": row["query"] for n, row in enumerate(pairs)}
+    exam = Retrieval("real", "", texts, queries, {f"q{n}": {row["positive"]: 1} for n, row in enumerate(pairs)})
+    systems = {label: Candidate(label, source, library="sentence-transformers")
+               for label, source in (("minilm", "minilm"), ("minilm tuned", str(out/"steps/train-minilm/model")))}
+    sheet = sit_exam(exam, dict(bm25=Candidate("bm25", "bm25", library="bm25")) | systems)
+    return dict(scores={label: system["score"] for label, system in sheet.items()},
+                tuned=verdict(sheet, "minilm tuned", ["minilm"]))
 
 
 def main(name, *settings):
@@ -42,42 +68,42 @@ def main(name, *settings):
     own, root = given.pop("pairs", "yes") == "yes", Path("runs/adapt")/name
     kinds = {field: f.type for field, f in Adapt.__dataclass_fields__.items()}
     values = {field: coerce(field, from_yaml(field, text), kinds[field]) for field, text in given.items()}
-    target(name, root)
+    root, out = root/("own" if own else "made"), root/f"adapted-{'own' if own else 'made'}-{values['seed']}"
+    target(name, root, own)
     began = time.time(), time.process_time()
-    found = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
-                        out=str(root/f"adapted-{'own' if own else 'made'}"), **values))
-    for system in found["systems"].values(): system.pop("values", None)
+    result = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
+                         out=str(out), **values))
+    for system in result["systems"].values(): system.pop("values", None)
     kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts")
-    row = dict(target=name, pairs=own, settings=values, **{field: found[field] for field in kept},
-               wall_minutes=round((time.time() - began[0])/60, 1),
-               cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=found["fresh"],
+    row = dict(target=name, pairs=own, settings=values, **{field: result[field] for field in kept},
+               wall_minutes=round((time.time() - began[0])/60, 1), differences=differences(out),
+               cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=result["fresh"],
                command=" ".join(["python", *sys.argv]), code=code_version(), machine=machine())
+    if not own: row["real"] = real_queries(root, out)
     with open("nbs/results/adapt/rows.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
-    print(found["verdict"]["sentence"])
+    print(result["verdict"]["sentence"])
 
 
-def differences():
-    "All candidates against MiniLM and against each other, over the queries of each exam that is still on this disk."
+def differences(out):
+    "All candidates against MiniLM and against each other, over the queries of an exam."
     from anchor_nb.evaluation.significance import paired_bootstrap
-    rows = []
-    for step in sorted(Path("runs/adapt").glob("*/adapted-*/steps/exam/step.json")):
-        systems = json.loads(step.read_text(encoding="utf-8"))["facts"]["systems"]
-        names = [name for name in systems if name == "minilm" or name.endswith(" tuned")]
-        for k, first in enumerate(names):
-            for second in names[:k]:
-                found = paired_bootstrap(systems[first]["values"], systems[second]["values"])
-                rows.append(dict(target=step.parts[2], first=first, second=second, difference=100*found.mean,
-                                 low=100*found.low, high=100*found.high))
-    write(Path("nbs/results/adapt/differences.jsonl"), rows)
+    systems, rows = json.loads((out/"steps/exam/step.json").read_text(encoding="utf-8"))["facts"]["systems"], []
+    names = [name for name in systems if name == "minilm" or name.endswith(" tuned")]
+    for k, first in enumerate(names):
+        for second in names[:k]:
+            hits = paired_bootstrap(systems[first]["values"], systems[second]["values"])
+            rows.append(dict(first=first, second=second, difference=100*hits.mean, low=100*hits.low,
+                             high=100*hits.high))
+    return rows
 
 
 def seeds(name, precision, *numbers):
     "Stage II of SmolLM2 once more on the pairs of a target's latest run, scored on its development split."
     from anchor_nb import Stage2, train
     from anchor_nb.data.retrieval_sets import read_retrieval
-    from anchor_nb.evaluation.encoders import Candidate, load
-    from anchor_nb.evaluation.exam import score_one
-    place = Path("runs/adapt")/name/"adapted-own"
+    from anchor_nb.evaluation.encoders import Candidate
+    from anchor_nb.evaluation.exam import opened, score_one
+    place = Path("runs/adapt")/name/"adapted-own-0"
     pairs = max(place.glob("runs/smollm2-135m-*/pairs/pairs.jsonl"), key=lambda path: path.stat().st_mtime)
     began = json.loads((pairs.parent.parent/"run/run.json").read_text(encoding="utf-8"))["recipe"]
     alike = {field: began[field] for field in ("model", "instructions", "preset", "max_length", "global_batch", "steps",
@@ -88,7 +114,7 @@ def seeds(name, precision, *numbers):
         facts = train(Stage2(data=str(pairs.parent), out=str(out), seed=seed, precision=precision, save_steps=0,
                              **alike))
         steps = [json.loads(line) for line in open(out/"metrics.jsonl", encoding="utf-8")]
-        score = 100*score_one(load(Candidate(str(seed), str(out)), "dev", 256), dev)["score"]
+        score = 100*score_one(opened(Candidate(str(seed), str(out))), dev)["score"]
         row = dict(target=name, precision=precision, seed=seed, steps=facts["steps"], dev_ndcg_at_10=round(score, 1),
                    loss=round(sum(step["loss"] for step in steps[-10:])/10, 3), command=" ".join(["python", *sys.argv]),
                    code=code_version(), machine=machine())
@@ -97,4 +123,5 @@ def seeds(name, precision, *numbers):
 
 
 if __name__ == "__main__":
-    {"differences": differences, "seeds": seeds}.get(sys.argv[1], lambda *rest: main(sys.argv[1], *rest))(*sys.argv[2:])
+    if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
+    else: main(*sys.argv[1:])
