@@ -28,6 +28,11 @@ class Document(NamedTuple):
 # %% ../../nbs/data/10_documents.ipynb #956833b8
 LINK = re.compile(r"(?<!!)\[([^\[\]]+)\]\(<?([^()<>\s]+)>?(?:\s+\"[^\"]*\")?\)") # [words](where "title")
 
+def without_pipes(line: str) -> str: # empty: the line below a table's head
+    "A row of a table as the text of its cells; readers of PDF take many things for tables."
+    if not re.fullmatch(r"\s*\|.*\|\s*", line): return line
+    return " ".join(cell.strip() for cell in line.split("|") if re.search(r"[^\s:-]", cell))
+
 def from_markdown(name: str, text: str) -> Document:
     "Markdown, cut at its headings; the first one is the title."
     sections, links, fenced = [["", []]], [], False
@@ -35,7 +40,7 @@ def from_markdown(name: str, text: str) -> Document:
         if line.lstrip().startswith(("```", "~~~")): fenced = not fenced
         elif not fenced:
             links += LINK.findall(line)
-            line = LINK.sub(r"\1", line)
+            line = without_pipes(LINK.sub(r"\1", line))
         heading = None if fenced else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)\s*#*", line)
         if heading: sections.append([heading[1], []])
         else: sections[-1][1].append(line)

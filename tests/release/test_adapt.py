@@ -246,6 +246,33 @@ def test_office_files_go_through_markitdown(tmp_path, monkeypatch):
     assert read_documents(str(tmp_path))[0][0].title == "Mills"
 
 
+def test_a_real_pdf_and_a_real_word_file_are_read(tmp_path):
+    pytest.importorskip("markitdown")
+    import zipfile
+    from matplotlib.figure import Figure
+    page = Figure(figsize=(8, 3))
+    page.text(0.1, 0.5, "The old mill burned down in the winter of 1808.")
+    page.savefig(tmp_path/"mill.pdf")
+    word = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    relation = "http://schemas.openxmlformats.org/package/2006/relationships"
+    office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument"
+    types = "http://schemas.openxmlformats.org/package/2006/content-types"
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    paragraph = "<w:p><w:pPr><w:pStyle w:val='Heading1'/></w:pPr><w:r><w:t>{}</w:t></w:r></w:p>"
+    with zipfile.ZipFile(tmp_path/"river.docx", "w") as file:
+        file.writestr("[Content_Types].xml", f"<Types xmlns='{types}'><Override PartName='/word/document.xml' "
+                                             f"ContentType='{kind}'/></Types>")
+        file.writestr("_rels/.rels", f"<Relationships xmlns='{relation}'><Relationship Id='r' Type='{office}' "
+                                     "Target='word/document.xml'/></Relationships>")
+        file.writestr("word/document.xml", f"<w:document xmlns:w='{word}'><w:body>{paragraph.format('Floods')}<w:p>"
+                                           "<w:r><w:t>The river rises in spring.</w:t></w:r></w:p></w:body>"
+                                           "</w:document>")
+    documents, skipped = read_documents(str(tmp_path))
+    assert not skipped and [document.id for document in documents] == ["mill.pdf", "river.docx"]
+    assert "The old mill burned down in the winter of 1808." in documents[0].sections[0][1]
+    assert (documents[1].title, documents[1].sections[-1][1]) == ("Floods", "The river rises in spring.")
+
+
 def test_a_ranking_is_a_search_model_to_mteb(tmp_path):
     from mteb.models.models_protocols import SearchProtocol
     assert isinstance(Ranked("a", {}), SearchProtocol)
