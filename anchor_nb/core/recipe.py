@@ -180,7 +180,7 @@ class Stage1(Training):
                                   group="anchor", bound="[0,1)")
     fade_steps: int = setting(0, "steps over which word_dropout and the weights of objectives beside anchor fall to 0; "
                                  "0: they stay", "ours", group="anchor", bound=">=0")
-    carry_steps: int = setting(200, "steps between measurements of what anchors carry; 0: only at the end",
+    carry_steps: int = setting(500, "steps between measurements of what anchors carry; 0: only at the end",
                                "ours", group="anchor", bound=">=0")
     carry_pairs: int = setting(64, "pairs that it is measured on, such as the run never draws; 0: not measured",
                                "ours", group="anchor", bound=">=0")

@@ -33,7 +33,7 @@ ROOT = NOTEBOOKS.parent
 WINGS = dict(core="Settings and files", data="Texts and data", models="Models", runs="Runs", losses="Losses",
              training="Training", inference="Search and mining", evaluation="Evaluation", analysis="Analysis",
              experiments="Experiments and figures", release="Export and release", cli="The command line")
-TUTORIALS = ["five_thousand", "quickstart", "own_data", "anchor", "village", "search_page", "evaluation",
+TUTORIALS = ["documents", "five_thousand", "quickstart", "own_data", "anchor", "village", "search_page", "evaluation",
              "ablations", "relatives", "cost", "survival", "cluster"]
 STAGES = ["adapt", "prepare", "mine", "stage1", "stage2", "evaluate", "analyse", "report"]
 BEFORE = {"tutorials": ("Tutorials", TUTORIALS), "stages": ("Stages", STAGES),
@@ -180,7 +180,7 @@ DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.
 
 CARDS = [("tutorials/five_thousand", "Five thousand pairs, one hour", "From a CSV of yours to a search model in use."),
          ("tutorials/quickstart", "What is an embedder?", "From a checkpoint to embeddings to training, in minutes."),
-         ("tutorials/own_data", "Your own data", "Your pairs: checked, mined for negatives, trained on, scored."),
+         ("tutorials/documents", "Your documents, in an hour", "From a folder of files to an examined search."),
          ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
          ("losses/reconstruction", "The losses", "The equation, the idea, the code, the assertion."),
          ("paper/answer", "Does it help?", "The paper's claim asked again, with controls and seeds."),

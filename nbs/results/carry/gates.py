@@ -187,14 +187,14 @@ def say(name, which, count=12):
         keep("said.jsonl", dict(data=name, arm=which, **row, **written))
 
 
-def cost(model="tiny", steps=400):
+def cost(model="tiny", steps=1000):
     "What measuring costs at the defaults of carry_steps and carry_pairs, 16 pairs a step, as a share of the time."
     from anchor_nb import Stage1, train
-    settings = COMMON | dict(model=model, global_batch=16, steps=int(steps), carry_steps=200)
+    settings = COMMON | dict(model=model, global_batch=16, steps=int(steps), carry_steps=Stage1().carry_steps)
     facts = train(Stage1(data=str(ROOT/"village/pairs"), out=str(ROOT/f"cost-{model}"), **settings))
     stepping = sum(json.loads(line)["seconds"] for line in open(ROOT/f"cost-{model}/speed.jsonl", encoding="utf-8"))
     measuring = facts["carried_seconds"]
-    keep("cost.jsonl", dict(model=model, steps=int(steps), measurements=int(steps)//200,
+    keep("cost.jsonl", dict(model=model, steps=int(steps), measurements=int(steps)//settings["carry_steps"],
                             per_cent=round(100*measuring/(measuring + stepping), 2)))
 
 
