@@ -3,11 +3,14 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import papermill
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.corpora import build_corpus
@@ -18,7 +21,7 @@ from anchor_nb.training.inputs import check_inputs
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent/"nbs"/"benchmarks"
 sys.path.insert(0, str(NOTEBOOKS))
-from bench import CASES, encode_cases, stage1_module
+from bench import CASES, busy_seconds, encode_cases, stage1_module
 from isolation import OURS, check_same, isolated, memory, merged
 from peers import closing, pass_lengths, triplets
 from workloads import bench_model, corpus_rows, formatter_of, llama_config, repeated, text_mix
@@ -68,7 +71,19 @@ def test_memory_of_one_process_is_not_that_of_another():
     block[::4096] = b"x"*len(block[::4096])
     assert isolated("isolation:memory")[1] < 1_500_000_000 < memory()[1]
     with pytest.raises(RuntimeError, match="memory x: TypeError"): isolated("isolation:memory", way="x")
+    with pytest.raises(RuntimeError, match="abort : it ended without an answer, with exit code -6"): isolated("os:abort")
     assert merged([dict(seconds=[1.0, 1.2], peak_bytes=5), dict(seconds=[3.0], peak_bytes=7)])["seconds"] == 1.2
+
+
+def test_the_time_of_a_kernel_counts_once():
+    event = partial(FunctionEvent, thread=1, start_us=0, use_device="cuda", device_index=0)
+    operator = event(1, "aten::mm", end_us=7)
+    operator.append_kernel("gemm", 0, 50)
+    kernel = event(2, "gemm", end_us=50, device_type=DeviceType.CUDA)
+    note = event(3, "a step", end_us=90, device_type=DeviceType.CUDA, is_user_annotation=True)
+    assert operator.self_device_time_total == 50, "the time of the kernel stands in both"
+    assert busy_seconds([operator, kernel, note], True) == pytest.approx(50e-6)
+    assert busy_seconds([operator], False) == pytest.approx(7e-6)
 
 
 def test_both_steps_count_the_tokens_they_run():
