@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from transformers import AutoModel
 
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.corpora import build_corpus
@@ -18,6 +19,8 @@ from anchor_nb.data.rows import Example
 from anchor_nb.runs.ledger import read_rows
 from anchor_nb.training.flops import SHAPES, shape_of
 from anchor_nb.training.inputs import check_inputs
+from anchor_nb.training.memory import Setup
+from anchor_nb.training.memory import memory as memory_of
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent/"nbs"/"benchmarks"
 sys.path.insert(0, str(NOTEBOOKS))
@@ -73,6 +76,13 @@ def test_memory_of_one_process_is_not_that_of_another():
     with pytest.raises(RuntimeError, match="memory x: TypeError"): isolated("isolation:memory", way="x")
     with pytest.raises(RuntimeError, match="abort : it ended without an answer, with exit code -6"): isolated("os:abort")
     assert merged([dict(seconds=[1.0, 1.2], peak_bytes=5), dict(seconds=[3.0], peak_bytes=7)])["seconds"] == 1.2
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-3b", "llama-3.1-8b"])
+def test_encoding_is_planned_without_the_head(name):
+    with torch.device("meta"): trunk = AutoModel.from_config(llama_config(SHAPES[name]))
+    weights = memory_of(SHAPES[name], Setup("encode", "pure_bf16"), 1)["weights"]
+    assert weights == 2*sum(p.numel() for p in trunk.parameters())
 
 
 def test_the_time_of_a_kernel_counts_once():
