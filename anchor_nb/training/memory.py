@@ -66,7 +66,8 @@ STATES = dict(adamw=2, adamw_8bit=2) # values that an optimizer keeps for each w
 def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     "The model's memory, independent of the number of tokens."
     weight = 2 if setup.precision == "pure_bf16" else 4
-    parts = {"weights": shape.parameters*weight} | ({"guide": setup.guide} if setup.guide else {})
+    held = shape.parameters - shape.head*(setup.stage == "encode" and not shape.tied) # an embedder loads no head
+    parts = {"weights": held*weight} | ({"guide": setup.guide} if setup.guide else {})
     if setup.precision == "bf16": parts["bf16 copies"] = 2*(shape.decoder + shape.head*(setup.stage == "stage1"))
     if setup.stage == "encode": return parts
     if setup.optimizer not in STATES:

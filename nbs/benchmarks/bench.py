@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 
@@ -43,8 +44,8 @@ from anchor_nb.training.steps import ReconstructionStep, Steps
 from anchor_nb.training.trainer import (AnchorTrainer, Resolved, build_model, check_inputs, planned, setup_of,
                                         training_arguments)
 from isolation import OURS, check_same, forget_peak, gpu, in_turns, isolated, memory, merged, status, timed, wait
-from peers import (PaddedStep, add_their_lora, closing, encode_padded, fingerprint, pass_lengths, sentence_transformer,
-                   their_ids, their_trainer, triplets)
+from peers import (PaddedStep, add_their_lora, closing, encode_padded, fingerprint, is_unpadded, pass_lengths,
+                   sentence_transformer, their_ids, their_trainer, triplets)
 from workloads import bench_model, corpus_rows, formatter_of, random_model, repeated, text_mix, write_rows
 
 PEERS = ["sentence-transformers", "sentence-transformers cached"]
@@ -72,15 +73,23 @@ def stage1_module(way: str, recipe: Stage1) -> tuple:  # (module, step)
     return module, step(resolved.rules, resolved.formatter, plan.micro_tokens)
 
 
+def busy_seconds(events, on_device: bool) -> float:  # events: `key_averages` of a profile
+    "Time inside kernels; without a device, inside operators."
+    if not on_device: return sum(event.self_cpu_time_total for event in events)/1e6
+    # an operator has the time of its kernels, too, and an annotation that of all between its ends
+    return sum(event.self_device_time_total for event in events
+               if event.device_type != DeviceType.CPU and not event.is_user_annotation)/1e6
+
+
 def operator_share(work) -> float:
     "The share of the time that is spent inside operators, or inside kernels on a GPU."
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA]*bool(gpu())) as profiled:
+    # noting operators as well would slow down what a GPU waits for
+    with profile(activities=[ProfilerActivity.CUDA if gpu() else ProfilerActivity.CPU]) as profiled:
         start = time.perf_counter()
         work()
         wait()
         seconds = time.perf_counter() - start
-    field = "self_device_time_total" if gpu() else "self_cpu_time_total"
-    return min(1.0, sum(getattr(event, field) for event in profiled.key_averages())/1e6/seconds)
+    return min(1.0, busy_seconds(profiled.key_averages(), bool(gpu()))/seconds)
 
 
 def efficiency(way: str, recipe: Stage1, batch: list, eos: int, seconds: float, share: float, rate: float) -> dict:
@@ -165,7 +174,7 @@ def peer_trainer(recipe: Stage2, inputs, arguments, mini_batch: int) -> tuple:  
     trainer.loss.register_forward_hook(lambda module, given, loss: losses.append(loss.detach()))
     ids = their_ids(model, [row[name] for step in range(recipe.steps) for name in ("anchor", "positive", "negative")
                             for row in rows[size*step:size*(step + 1)]])
-    return trainer, losses, ids, {}
+    return trainer, losses, ids, dict(unpadded=is_unpadded(model))
 
 
 def keep_tables(folder: Path):
@@ -207,14 +216,15 @@ def encode_way(way: str, texts: list, model: str, max_length: int, micro_tokens:
     """
     folder, formatter, device = resolve_model(model), formatter_of(model, max_length), device_type()
     dtype = "bfloat16" if precision in ("bf16", "pure_bf16") or precision == "auto" and on_gpu() else "float32"
-    ids_of = lambda: [tokens.ids for tokens in formatter(texts)]
+    ids_of, more = lambda: [tokens.ids for tokens in formatter(texts)], {}
     if way == OURS:
         embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length, precision=precision,
                                                   micro_tokens=micro_tokens)
         encode, formatter = embedder.encode, embedder.formatter
-    elif way == "sentence-transformers":
-        peer = sentence_transformer(folder, formatter, dtype, device)
+    elif way in (PEERS[0], f"{PEERS[0]} fp16"):
+        peer = sentence_transformer(folder, formatter, "float16" if way.endswith("fp16") else dtype, device)
         encode, ids_of = partial(peer.encode, batch_size=batch), lambda: their_ids(peer, texts)
+        more = dict(unpadded=is_unpadded(peer))
     else:
         trunk = AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         trunk.to(device).eval()
@@ -224,7 +234,7 @@ def encode_way(way: str, texts: list, model: str, max_length: int, micro_tokens:
     numpy.save(vectors, result["vectors"])
     ids = ids_of()
     return figures | dict(ids=fingerprint(ids), tokens=sum(map(len, ids)), longest=max(map(len, ids)),
-                          examples=len(texts))
+                          examples=len(texts), **more)
 
 
 def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then cached; only a name here
@@ -248,13 +258,13 @@ def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then ca
 
 
 def stage1_cases(model: str, corpora: list, batches: list, rounds: int, tolerance: float, ways=(OURS, "padded"),
-                 **settings):
+                 same=("loss", "gradient_norm"), **settings):
     "One step of stage I against four padded passes with full logits."
     for corpus in corpora:
         for batch in batches:
             pairs = [(row["query"], row["positive"]) for row in corpus_rows(corpus, batch)]
             found = in_turns("bench:stage1_way", list(ways), rounds, pairs=pairs, model=bench_model(model), **settings)
-            check_same(found, "loss", "gradient_norm", tolerance=tolerance)
+            check_same(found, *same, tolerance=tolerance)
             yield dict(corpus=corpus, pairs=batch), found
 
 

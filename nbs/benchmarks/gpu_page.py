@@ -207,6 +207,7 @@ class Asked(NamedTuple):
     name: str
     parts: tuple    # that have cases of it
     mine: Callable  # row -> whether it is one
+    lacks: str = "" # why there may be none although the parts are done
 
 
 def with_kernel(name: str) -> Callable: return lambda row: f"{name}," in row["case"]
@@ -220,7 +221,10 @@ ASKED = [Asked(name, RIGHT, with_kernel(kernel)) for name, kernel in KERNELS.ite
           with_way("padded")),
     Asked(ST, ("stage2 135m", "encode 135m", "encode 1b"), with_way(ST)),
     Asked(f"{ST}, cached loss", ("stage2 135m",), with_way(f"{ST} cached")),
-    Asked("torch.compile", ("compile 1b",), lambda row: row["case"] == "compile=True"),
+    Asked(f"{ST}, fp16", ("encode 135m fp16",), with_way(f"{ST} fp16")),
+    Asked(f"{ST}, its unpadded path", ("stage2 135m", "encode 135m", "encode 1b"), lambda row: row.get("unpadded"),
+          "it takes a FlashAttention package, and none can run here"),
+    Asked("torch.compile", ("compile 1b",), lambda row: row["case"] == "compile=True", "a dry run leaves it out"),
     Asked("DDP (NCCL on GPUs)", ("two ranks equal one",), with_kernel("ddp")),
     Asked("FSDP2 (NCCL on GPUs)", ("two ranks equal one",), with_kernel("fsdp2"))]
 
@@ -238,7 +242,7 @@ def asked_line(asked: Asked, rows: list, parts: list) -> list:  # cells
     ends = {part.name: ending(part, rows) for part in parts if part.name in asked.parts}
     why = "; ".join(f"{name}: {end['status']}" + f", {end['why']}"*(end["status"] == "not run")
                     for name, end in ends.items() if end["status"] != "done")
-    return [asked.name, "not run", why]
+    return [asked.name, "not run", why or asked.lacks]
 
 
 def asked_table(rows: list, parts: list) -> str:

@@ -10,6 +10,7 @@ ways disagree.
 import multiprocessing
 import os
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -109,6 +110,12 @@ def answer(pipe, function: str, arguments: dict, log: str):
     pipe.send((result, error, cpu_seconds() - began))
 
 
+def why_died(code: int) -> str:  # code: of the exit; a signal's is negative
+    "Why a process ended without an answer."
+    if code == -signal.SIGKILL: return "it was killed, probably out of memory; use smaller batches or shorter texts"
+    return f"it ended without an answer, with exit code {code}"
+
+
 def isolated(function: str,  # such as bench:stage1_way
              **arguments):   # -> what it returns
     "Call a function in a fresh process; RuntimeError when it fails or is killed, `OutOfTime` when it takes too long."
@@ -122,11 +129,11 @@ def isolated(function: str,  # such as bench:stage1_way
         try:
             result, error, spent = result_of(here)
             SPENT[0] += spent
-        except EOFError:
-            result, error = None, "it was killed, probably out of memory; use smaller batches or shorter texts"
+        except EOFError: result, error = None, None
         finally:
             if sys.exc_info()[0] in (KeyboardInterrupt, OutOfTime): process.kill()
             process.join()
+    if error is None: error = why_died(process.exitcode)
     if error:
         raise RuntimeError(f"{function.partition(':')[2]} {arguments.get('way', '')}: {error}")
     return result

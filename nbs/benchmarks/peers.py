@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import PrinterCallback
-from transformers.utils import is_flash_attn_2_available
 
 from anchor_nb.core.recipe import Stage2
 from anchor_nb.data.corpora import training_instructions
@@ -19,6 +18,7 @@ from anchor_nb.data.prompts import Formatter
 from anchor_nb.data.rows import examples
 from anchor_nb.losses.reconstruction import DecodeRules, count_targets
 from anchor_nb.experiments.parity import decode_padded
+from anchor_nb.models.attention import installed_flash
 from anchor_nb.training.steps import ReconstructionStep
 from anchor_nb.training.inputs import Inputs
 
@@ -66,7 +66,7 @@ def sentence_transformer(folder: str, formatter: Formatter, dtype: str = "float3
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
     half = "cuda" in device and (autocast or dtype != "float32")
-    attention = "flash_attention_2" if half and is_flash_attn_2_available() else "sdpa"
+    attention = [*installed_flash()*half, "sdpa"][0]
     body = Transformer(folder, model_kwargs=dict(dtype=dtype, attn_implementation=attention), modality_config=TEXT_ONLY,
                        module_output_name="token_embeddings")
     body.processor = formatter.tokenizer
@@ -74,6 +74,11 @@ def sentence_transformer(folder: str, formatter: Formatter, dtype: str = "float3
     if body.processor.pad_token is None: body.processor.pad_token = formatter.layout.eos
     return SentenceTransformer(modules=[body, Pooling(body.get_embedding_dimension(), "lasttoken"), Normalize()],
                                device=device)
+
+
+def is_unpadded(model) -> bool:
+    "Whether a `SentenceTransformer` packs texts, which it does where a FlashAttention package is installed."
+    return "cu_seq_lens_q" in model.preprocess(["a"])
 
 
 def fingerprint(sequences) -> str:  # of lists of token ids, in order

@@ -3,11 +3,15 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import papermill
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from transformers import AutoModel
 
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.corpora import build_corpus
@@ -15,10 +19,12 @@ from anchor_nb.data.rows import Example
 from anchor_nb.runs.ledger import read_rows
 from anchor_nb.training.flops import SHAPES, shape_of
 from anchor_nb.training.inputs import check_inputs
+from anchor_nb.training.memory import Setup
+from anchor_nb.training.memory import memory as memory_of
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent/"nbs"/"benchmarks"
 sys.path.insert(0, str(NOTEBOOKS))
-from bench import CASES, encode_cases, stage1_module
+from bench import CASES, busy_seconds, encode_cases, stage1_module
 from isolation import OURS, check_same, isolated, memory, merged
 from peers import closing, pass_lengths, triplets
 from workloads import bench_model, corpus_rows, formatter_of, llama_config, repeated, text_mix
@@ -68,7 +74,26 @@ def test_memory_of_one_process_is_not_that_of_another():
     block[::4096] = b"x"*len(block[::4096])
     assert isolated("isolation:memory")[1] < 1_500_000_000 < memory()[1]
     with pytest.raises(RuntimeError, match="memory x: TypeError"): isolated("isolation:memory", way="x")
+    with pytest.raises(RuntimeError, match="it ended without an answer, with exit code -6"): isolated("os:abort")
     assert merged([dict(seconds=[1.0, 1.2], peak_bytes=5), dict(seconds=[3.0], peak_bytes=7)])["seconds"] == 1.2
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-3b", "llama-3.1-8b"])
+def test_encoding_is_planned_without_the_head(name):
+    with torch.device("meta"): trunk = AutoModel.from_config(llama_config(SHAPES[name]))
+    weights = memory_of(SHAPES[name], Setup("encode", "pure_bf16"), 1)["weights"]
+    assert weights == 2*sum(p.numel() for p in trunk.parameters())
+
+
+def test_the_time_of_a_kernel_counts_once():
+    event = partial(FunctionEvent, thread=1, start_us=0, use_device="cuda", device_index=0)
+    operator = event(1, "aten::mm", end_us=7)
+    operator.append_kernel("gemm", 0, 50)
+    kernel = event(2, "gemm", end_us=50, device_type=DeviceType.CUDA)
+    note = event(3, "a step", end_us=90, device_type=DeviceType.CUDA, is_user_annotation=True)
+    assert operator.self_device_time_total == 50, "the time of the kernel stands in both"
+    assert busy_seconds([operator, kernel, note], True) == pytest.approx(50e-6)
+    assert busy_seconds([operator], False) == pytest.approx(7e-6)
 
 
 def test_both_steps_count_the_tokens_they_run():

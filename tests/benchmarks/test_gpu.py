@@ -49,6 +49,20 @@ def test_the_short_dry_run_measures_goes_on_where_it_was_and_shows_the_page(tmp_
     assert again.count("done before") == len(gpu.SHORT) and read_rows(rows) == kept
 
 
+@pytest.mark.ranks
+@pytest.mark.registry
+def test_the_whole_dry_run_does_every_part(tmp_path, command):
+    rows = tmp_path/"rows.jsonl"
+    shown = command("--device", "cpu", "--rows", rows)
+    ends, kept = last_runs(read_rows(rows)), read_rows(rows)
+    assert {name: end["why"] for name, end in ends.items() if end["status"] != "done"} == {}
+    assert list(ends) == [part.name for part in gpu.PARTS]
+    assert all(cases(kept, name) for name in ends) and all(row["holds"] for row in kept if "holds" in row)
+    assert all(row["predicted_bytes"] > 0 for name in ends if name.startswith("encode 1")
+               for row in cases(kept, name) if row["way"] == "anchor_nb")
+    assert "| torch.compile | not run | a dry run leaves it out |" in shown
+
+
 def parts_of(*functions, seconds=60, **more):
     return [gpu.Part("a", function.__name__, function, seconds, {}, {}, **more) for function in functions]
 

@@ -69,7 +69,7 @@ def test_the_wheel_has_all_modules_notebooks_presets_and_tables(wheel):
 def test_the_metadata_are_those_of_settings_ini(wheel):
     text = zipfile.ZipFile(wheel).read(f"anchor_nb-{__version__}.dist-info/METADATA").decode()
     for line in (f"Version: {__version__}", "License-Expression: Apache-2.0", "License-File: LICENSE",
-                 "Requires-Python: >=3.11", "Requires-Dist: torch>=2.10",
+                 "Requires-Python: >=3.11", "Requires-Dist: torch>=2.11",
                  "Provides-Extra: flash", "Provides-Extra: dev",
                  "Requires-Dist: smalldocs==0.5.4; extra == \"docs\""):
         assert line in text, line
