@@ -208,7 +208,8 @@ def in_a_process(way: tuple, model: str, folder: str, blocks: str, threads: int,
     python = os.environ.get("ANCHOR_NB_VLLM_PYTHON", "") if way[0] == "vllm" else sys.executable
     if not python: return {}
     began = time.perf_counter()
-    env = os.environ | dict(OMP_NUM_THREADS=str(threads), VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1")
+    env = os.environ | dict(OMP_NUM_THREADS=str(threads), VLLM_CPU_OMP_THREADS_BIND="nobind",
+                            VLLM_CPU_KVCACHE_SPACE="1")
     done = subprocess.run([python, __file__, "one", *way, model, folder, blocks, str(seconds)], capture_output=True,
                           text=True, env=env, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"start')]
