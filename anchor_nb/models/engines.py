@@ -9,6 +9,7 @@ __all__ = ['ENGINE_FILES', 'engine_file']
 from pathlib import Path
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
 from ..data.prompts import Formatter
 from .interface import RoleEncoder
@@ -43,10 +44,31 @@ def padded(rows: list) -> tuple: # rows: of token ids; -> (ids, mask), int64 [ro
     return ids, mask.astype(np.int64)
 
 # %% ../../nbs/models/09_engines.ipynb #cd14df0a
+def int8_rows(matrix: torch.Tensor) -> tuple: # [rows, columns] -> (int8 [rows, columns], scales [rows, 1])
+    "Integers from -127 to 127, and what one of them stands for in each row."
+    scales = matrix.abs().amax(1, keepdim=True).clamp_min_(1e-12).div_(127)
+    return (matrix*scales.reciprocal()).round_().to(torch.int8), scales
+
+class Int8Linear(nn.Module):
+    "A linear layer for inference: weights with a scale per channel, activations with a scale per token."
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight, scale = int8_rows(linear.weight.detach())
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale[:, 0])
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, states):
+        rows, scales = int8_rows(states.flatten(0, -2))
+        out = torch._int_mm(rows, self.weight.T).float().mul_(scales).mul_(self.scale)
+        if self.bias is not None: out += self.bias
+        return out.unflatten(0, states.shape[:-1])
+
 def int8_linears(lm): # a language model in fp32, on the CPU
-    "The model with its linear layers in int8, by torchao."
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-    quantize_(lm, Int8DynamicActivationInt8WeightConfig())
+    "The model with its linear layers in int8."
+    for module in list(lm.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear): setattr(module, name, Int8Linear(child))
     return lm
 
 # %% ../../nbs/models/09_engines.ipynb #f4348c31
@@ -132,6 +154,11 @@ class EngineEmbedder(RoleEncoder):
                              f"{device}")
         return self
 
+    def on(self, devices): # -> itself
+        "Return itself; ValueError for any device but the CPU."
+        for device in [devices] if isinstance(devices, (str, torch.device)) else devices: self.to(device)
+        return self
+
 def load_engine(path: str, backend: str, precision: str, max_length: int, micro_tokens: int,
                 others: dict) -> EngineEmbedder: # others: arguments of `from_pretrained` that a file cannot follow
     "The embedder of an exported folder; ValueError for an option that is fixed in the file."
@@ -139,9 +166,3 @@ def load_engine(path: str, backend: str, precision: str, max_length: int, micro_
         raise ValueError(f"{', '.join(given)} cannot be changed in a file for backend={backend}; give it to "
                          "`anchor-nb export` instead")
     return EngineEmbedder(path, backend, precision, max_length, micro_tokens)
-
-    def on(self, devices): # -> itself
-        "Return itself; ValueError for any device but the CPU."
-        for device in [devices] if isinstance(devices, (str, torch.device)) else devices: self.to(device)
-        return self
-

@@ -51,12 +51,69 @@ def traced(folder: Path): # of `export`; -> torch.export.ExportedProgram
                                    dynamic_shapes=(free, free), strict=False)
 
 # %% ../../nbs/release/07_formats.ipynb #ec2b4077
+INT8 = ["""<domain: "anchor_nb", opset_import: ["": 18]>
+int8_rows (states) => (rows, scales) {
+    last = Constant <value = int64[1] {-1}> ()
+    flat = Flatten <axis = -1> (states)
+    size = Abs (flat)
+    largest = ReduceMax (size, last)
+    some = Constant <value = float {1e-12}> ()
+    positive = Max (largest, some)
+    step = Constant <value = float {0.007874016}> ()
+    scales = Mul (positive, step)
+    scale = Squeeze (scales, last)
+    count = Shape (scale)
+    middle = Constant <value = uint8 {128}> ()
+    zeros = Expand (middle, count)
+    rows = QuantizeLinear <axis = 0> (flat, scale, zeros)
+}""", """<domain: "anchor_nb", opset_import: ["": 18, "com.microsoft": 1]>
+int8_product (states, rows, scales, weight, scale) => (out) {
+    one = Constant <value = float {1.0}> ()
+    middle = Constant <value = uint8 {128}> ()
+    sums = com.microsoft.MatMulIntegerToFloat (rows, weight, one, scale, middle)
+    scaled = Mul (sums, scales)
+    before = Shape <end = -1> (states)
+    last = Constant <value = int64[1] {-1}> ()
+    shape = Concat <axis = 0> (before, last)
+    out = Reshape (scaled, shape)
+}"""]
+
+def int8_weights(graph, names: set): # of an onnx.GraphProto, which is changed
+    "Each named matrix in int8, and beside it a scale per channel."
+    from onnx import numpy_helper
+    for part in [part for part in graph.initializer if part.name in names]:
+        matrix = numpy_helper.to_array(part)
+        scale = (abs(matrix).max(0)/127).clip(1e-12).astype(np.float32)
+        graph.initializer.remove(part)
+        graph.initializer.extend([numpy_helper.from_array(np.rint(matrix/scale).astype(np.int8), part.name),
+                                  numpy_helper.from_array(scale, part.name + "_scale")])
+
+def int8_products(model): # an onnx.ModelProto, which is changed
+    "Products with weights in int8: a scale per channel of the weights, and one per token of what they multiply."
+    from onnx import helper, parser
+    constants, nodes, known = {part.name for part in model.graph.initializer}, [], set()
+    chosen = lambda node: node.op_type == "MatMul" and node.input[1] in constants
+    int8_weights(model.graph, {node.input[1] for node in model.graph.node if chosen(node)})
+    for node in model.graph.node:
+        if not chosen(node): nodes.append(node); continue
+        (states, weight), names = node.input, [node.input[0] + "_rows", node.input[0] + "_scales"]
+        if states not in known: nodes.append(helper.make_node("int8_rows", [states], names, domain="anchor_nb"))
+        nodes.append(helper.make_node("int8_product", [states, *names, weight, weight + "_scale"], node.output,
+                                      domain="anchor_nb"))
+        known.add(states)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.functions.extend(map(parser.parse_function, INT8))
+    model.opset_import.extend(helper.make_opsetid(domain, 1) for domain in ("anchor_nb", "com.microsoft"))
+    return model
+
+# %% ../../nbs/release/07_formats.ipynb #c535185d
 BESIDE = 1_500_000_000 # bytes of weights from which ONNX keeps them in a file beside the graph, which ends at 2 GB
 
 def write_onnx(program, out: Path) -> list: # program: from `traced`; -> files
     "The fp32 and the int8 graph."
+    import onnx
     import onnxruntime
-    from onnxruntime.quantization import QuantType, quantize_dynamic
     files = [out/ENGINE_FILES["onnx", name] for name in ("fp32", "int8")]
     raw, large = files[0].with_name("raw.onnx"), sum(w.nbytes for w in program.state_dict.values()) > BESIDE
     graph = torch.onnx.export(program, input_names=["input_ids", "attention_mask"], dynamo=True, optimize=False,
@@ -70,8 +127,8 @@ def write_onnx(program, out: Path) -> list: # program: from `traced`; -> files
                                          files[0].name + "_data")
     onnxruntime.InferenceSession(str(raw), options, providers=["CPUExecutionProvider"])
     for part in raw.parent.glob("raw.onnx*"): part.unlink()
-    quantize_dynamic(files[0], files[1], op_types_to_quantize=["MatMul"], per_channel=True,
-                     weight_type=QuantType.QInt8, use_external_data_format=large)
+    onnx.save(int8_products(onnx.load(files[0])), files[1], save_as_external_data=large,
+              location=files[1].name + "_data")
     return files
 
 # %% ../../nbs/release/07_formats.ipynb #5de87ddb

@@ -95,7 +95,6 @@ def test_what_a_file_cannot_do_is_said_before_anything_is_loaded(exported, tmp_p
 
 
 def test_int8_in_torch_stays_close():
-    pytest.importorskip("torchao", reason="torchao not installed: pip install anchor_nb[int8]")
     ours, int8 = (AnchorEmbedder.from_pretrained("tiny", precision=name, device="cpu") for name in ("fp32", "int8"))
     assert 0.99 < (ours.encode(TEXTS)*int8.encode(TEXTS)).sum(1).min() < 1 - 1e-7
 
