@@ -209,12 +209,14 @@ def dev_score(source: str, dev: Retrieval, precision: str, known: dict) -> float
     "A checkpoint's score on the development split."
     return score_one(opened(Candidate(source, source, precision=precision), known), dev)["score"]
 
-def best_seed(trials: dict, dev: Retrieval, precision: str, known: dict) -> int: # trials: seed -> facts of `train_decoder`
+def best_seed(trials: dict, # seed -> facts of `train_decoder`
+              dev: Retrieval, precision: str, known: dict) -> int:
     "The seed whose last checkpoint is the best on the development split; a single one is not scored."
     if len(trials) == 1: return next(iter(trials))
     return max(trials, key=lambda seed: dev_score(trials[seed]["model"], dev, precision, known))
 
-def best_snapshot(run: str, dev: Retrieval, precision: str, known: dict) -> dict: # model: the best; snapshots: step -> nDCG@10
+def best_snapshot(run: str, dev: Retrieval, precision: str,
+                  known: dict) -> dict: # model: the best; snapshots: step -> nDCG@10
     "The development split chooses among the adapters after each epoch."
     places = {step: source for step, source, _ in checkpoints(run)}
     scores = {step: dev_score(source, dev, precision, known) for step, source in places.items()}
@@ -278,7 +280,8 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
         return {name: result["pairs"][name] for name in ("rows", "negatives", "without", "refused")}
     return dict(read=read, pairs=pairs, split=split, mine=steps.run("mine", mined, ("split",)))
 
-def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval, known: dict) -> dict: # label -> facts, with base and library
+def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval,
+            known: dict) -> dict: # label -> facts, with base and library
     "Every candidate."
     bases, asked = bases_of(recipe)
     candidates, common = {}, dict(epochs=recipe.epochs, seed=recipe.seed)
@@ -316,7 +319,8 @@ def without_rankings(sheet: dict) -> dict:
     return {label: {name: value for name, value in system.items() if name != "ranking"}
             for label, system in sheet.items()}
 
-def choose_step(candidates: dict, dev: Retrieval, known: dict) -> dict: # scores: label -> nDCG@10; chosen: label of a candidate
+def choose_step(candidates: dict, dev: Retrieval,
+                known: dict) -> dict: # scores: label -> nDCG@10; chosen: label of a candidate
     "The development split decides which candidate is delivered, and whether together with BM25."
     systems = {label: candidate for label, candidate in systems_of(candidates).items()
                if label == "bm25" or label in candidates}
