@@ -1,5 +1,9 @@
 """What each engine and precision costs: accuracy lost against ours in fp32, and speed, memory and start in turns.
 
+    python nbs/results/laptop/tune.py data # after its `prepare`; this and the next two make what the page shows
+    anchor-nb stage2 --data runs/laptop/tune.jsonl --out runs/laptop/served --max-length 64 --steps 100
+        --learning-rate 1e-3 --warmup-steps 10
+    anchor-nb export runs/laptop/served runs/laptop/exported --format onnx --format openvino --format gguf
     python nbs/benchmarks/where.py loss MODEL FOLDER --task LocalVerbRetrieval --task runs/laptop/data/eval/foldoc
     python nbs/benchmarks/where.py speed MODEL FOLDER [--threads 2] [--minutes 8]
 
