@@ -127,13 +127,16 @@ def verdict(sheet: dict,    # from `sit_exam`
     apart = [sheet[delivered]["values"][query] - value for query, value in sheet[against]["values"].items()]
     needed = queries_needed(hits.mean, float(np.std(apart))) if hits.low <= 0 <= hits.high else 0
     points = [100*value for value in (hits.mean, hits.low, hits.high)]
-    span = f"by {abs(points[0]):.1f} points of nDCG@10 (95 % interval {points[1]:+.1f} to {points[2]:+.1f})"
-    if hits.low > 0: sentence = f"Better than what you have: {delivered} beats {against} {span}, over {count} queries."
-    elif hits.high < 0: sentence = f"Not better: keep {against}. It is ahead of {delivered} {span}."
+    size = f"{abs(points[0]):.1f} points of nDCG@10"
+    span = f"(95 % interval {points[1]:+.1f} to {points[2]:+.1f})"
+    if hits.low > 0:
+        sentence = f"Better than what you have: {delivered} beats {against} by {size} {span}, over {count} queries."
+    elif hits.high < 0: sentence = f"Not better: keep {against}. It is ahead of {delivered} by {size} {span}."
     elif not any(apart): sentence = f"Not better: keep {against}. {delivered} scores the same on all {count} queries."
     else:
-        sentence = (f"Not shown to be better: keep {against}. Over {count} queries {delivered} differs from it {span}; "
-                    f"an exam of about {needed:,} queries would tell such a difference.")
+        sentence = (f"Not shown to be better: keep {against}. Over {count} queries {delivered} scores {size} "
+                    f"{'higher' if points[0] > 0 else 'lower'} {span}; an exam of about {needed:,} queries would tell "
+                    "such a difference.")
     return dict(better=hits.low > 0, worse=hits.high < 0, delivered=delivered, against=against, difference=points[0],
                 low=points[1], high=points[2], queries=count, needed=needed, sentence=sentence)
 

@@ -32,6 +32,7 @@ from ..models.attention import is_causal
 from ..models.backbone import looks_both_ways
 from ..models.inputs import beginning
 from ..models.embedder import AnchorEmbedder, on_disk
+from ..models.engines import int8_rows
 from ..models.interface import ahead
 from ..models.loading import chain, use_of
 from ..models.resolve import base_of, find_model
@@ -194,8 +195,8 @@ def check_ids(pieces: list, field: str = "", id_field: str = "", columns: dict =
 def quantize(vectors: np.ndarray, dtype: str) -> dict: # vectors: [rows, dimension] fp32; -> name -> array
     "Vectors in a smaller type; int8 and binary ones each have a scale."
     if dtype == "int8":
-        scale = np.abs(vectors).max(1)/127
-        return dict(vectors=np.rint(vectors/scale[:, None]).astype(np.int8), scale=scale)
+        rows, scale = int8_rows(torch.from_numpy(vectors))
+        return dict(vectors=rows.numpy(), scale=scale[:, 0].numpy())
     if dtype == "binary": return dict(vectors=np.packbits(vectors > 0, axis=1), scale=np.abs(vectors).mean(1))
     return dict(vectors=vectors.astype(dtype))
 

@@ -7,7 +7,7 @@ __all__ = ['prompted', 'unboxed', 'whole_number', 'beginning', 'as_texts', 'as_m
 
 # %% ../../nbs/models/06_inputs.ipynb #802705fd
 from operator import index
-from typing import Literal
+from typing import Literal, get_args
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -99,17 +99,13 @@ def in_precision(vectors: np.ndarray, # [texts, dimension] fp32
                  precision: Precision = "float32"): # -> [texts, dimension], or [texts, dimension/8] of bits
     "Quantised vectors, as `quantize_embeddings` of sentence-transformers makes them; ValueError for one text in int8."
     if precision == "float32": return vectors
-    if precision in ("binary", "ubinary"):
-        bits = np.packbits(vectors > 0, axis=-1)
-        return bits if precision == "ubinary" else (bits - 128).astype(np.int8)
-    if precision not in ("int8", "uint8"):
-        raise ValueError(f"precision={precision!r}; choose one of float32, int8, uint8, binary, ubinary")
-    if len(vectors) == 1:
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision={precision!r}; choose one of {', '.join(get_args(Precision))}")
+    if len(vectors) == 1 and not precision.endswith("binary"):
         raise ValueError(f"precision={precision} needs the range of every dimension, which one text does not show; "
                          "encode many texts in one call, or take float32, binary or ubinary")
-    low, high = (vectors.min(0), vectors.max(0)) if len(vectors) else (0, 1)
-    steps = np.clip(np.floor((vectors - low)/np.where(high == low, 1, (high - low)/255)), 0, 255)
-    return steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)
+    from sentence_transformers.util.quantization import quantize_embeddings # takes seconds, so only when it is asked for
+    return quantize_embeddings(vectors, precision)
 
 # %% ../../nbs/models/06_inputs.ipynb #e4ce10c9
 def a_text(vectors) -> str | None:

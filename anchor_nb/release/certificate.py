@@ -7,9 +7,12 @@ __all__ = ['export_everywhere']
 
 # %% ../../nbs/release/08_certificate.ipynb #25074565
 import json
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,68 +105,143 @@ def by_sentence_transformers(folder: Path, name: str, precision: str, texts: lis
     peer = SentenceTransformer(str(folder), device="cpu", model_kwargs=dict(dtype=torch.float32))
     return list(peer.encode(texts, prompt="", batch_size=16)), None
 
-def by_vllm(folder: Path, name: str, precision: str, texts: list) -> tuple:
-    "vLLM on a CPU; it refuses long texts, which count as refused."
-    from transformers import AutoTokenizer
-    from vllm import LLM
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+# %% ../../nbs/release/08_certificate.ipynb #0ec5c23b
+PROGRAMS = {"vLLM": """
+import json, os, sys
+os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
+from vllm import LLM
+folder, source, target, longest = sys.argv[1:]
+texts, engine = json.load(open(source)), LLM(folder, runner="pooling", dtype="float32", enforce_eager=True)
+tokenizer, rows = engine.get_tokenizer(), [None]*len(texts)
+fit = [n for n, text in enumerate(texts) if len(tokenizer(text)["input_ids"]) <= int(longest)] # it refuses the rest
+for n, answer in zip(fit, engine.embed([texts[n] for n in fit])):
+    rows[n] = dict(vector=list(answer.outputs.embedding), ids=list(answer.prompt_token_ids))
+json.dump(rows, open(target, "w"))
+""", "infinity-emb": """
+import json, os, sys
+from infinity_emb import EngineArgs, SyncEngineArray
+folder, source, target, longest = sys.argv[1:]
+how = dict(engine="torch", device="cpu", dtype="float32", bettertransformer=False, model_warmup=False)
+engine = SyncEngineArray.from_args([EngineArgs(model_name_or_path=folder, **how)])
+vectors, _ = engine.embed(model=folder, sentences=json.load(open(source))).result()
+with open(target, "w") as file: json.dump([dict(vector=[float(x) for x in vector]) for vector in vectors], file)
+os._exit(0) # its threads would go on
+"""}
+PYTHONS = {"vLLM": ("vllm", "ANCHOR_NB_VLLM_PYTHON"), "infinity-emb": ("infinity_emb", "ANCHOR_NB_INFINITY_PYTHON")}
+
+def python_of(engine: str) -> str: # empty: there is none
+    "The interpreter that has an engine."
+    module, variable = PYTHONS[engine]
+    return os.environ.get(variable, "") or (sys.executable if find_spec(module) else "")
+
+def by_program(command: list, script: str, folder: Path, texts: list, *more) -> tuple: # ([vector or None], [ids])
+    "What a program makes of texts; RuntimeError with its last words where it fails."
     longest = json_or_empty(folder/LAYOUT_FILE)["layout"]["max_length"]
-    fit = [number for number, row in enumerate(tokenizer(texts)["input_ids"]) if len(row) <= longest]
-    answers = LLM(str(folder), runner="pooling", dtype="float32", enforce_eager=True).embed([texts[n] for n in fit])
-    vectors, ids = [None]*len(texts), [None]*len(texts)
-    for number, answer in zip(fit, answers):
-        vectors[number], ids[number] = np.array(answer.outputs.embedding, np.float32), answer.prompt_token_ids
-    return vectors, ids
+    with tempfile.TemporaryDirectory() as place:
+        source, target, program = (Path(place)/file for file in ("texts.json", "rows.json", "program.mjs"))
+        source.write_text(json.dumps(texts), encoding="utf-8")
+        program.write_text(script, encoding="utf-8")
+        done = subprocess.run([*command, program, folder.resolve(), source, target, str(longest), *more],
+                              capture_output=True, text=True)
+        if not target.is_file(): raise RuntimeError("; ".join(done.stderr.strip().splitlines()[-1:]) or "no answer")
+        rows = json.loads(target.read_text())
+    return ([row and np.array(row["vector"], np.float32) for row in rows],
+            [row.get("ids") if row else None for row in rows])
+
+def by_python(engine: str, folder: Path, name: str, precision: str, texts: list) -> tuple:
+    "An engine in an interpreter of its own."
+    return by_program([python_of(engine)], PROGRAMS[engine], folder, texts)
 
 # %% ../../nbs/release/08_certificate.ipynb #80461190
-SCRIPT = '''
-import { createRequire } from "node:module";
-const { AutoModel, AutoTokenizer, env } = createRequire(process.argv[2] + "/")("@huggingface/transformers");
-import { readFileSync, writeFileSync } from "node:fs";
-const [, , , folder, dtype, source, target, longest] = process.argv;
-env.allowRemoteModels = false; env.localModelPath = folder + "/..";
-const name = folder.split("/").pop(), texts = JSON.parse(readFileSync(source));
-const tokenizer = await AutoTokenizer.from_pretrained(name);
-const model = await AutoModel.from_pretrained(name, { dtype });
-const rows = [];
-for (const text of texts) {
-  const inputs = await tokenizer(text, { truncation: true, max_length: Number(longest) });
-  const { sentence_embedding } = await model(inputs);
-  rows.push({ ids: Array.from(inputs.input_ids.data, Number), vector: Array.from(sentence_embedding.data) });
+EMBED = """
+async function embed({ AutoModel, AutoTokenizer, env }, place, name, dtype, texts, longest) {
+  Object.assign(env, {
+    allowRemoteModels: false, allowLocalModels: true, useBrowserCache: false, localModelPath: place
+  });
+  const tokenizer = await AutoTokenizer.from_pretrained(name);
+  const model = await AutoModel.from_pretrained(name, { dtype });
+  const rows = [];
+  for (const text of texts) {
+    const inputs = await tokenizer(text, { truncation: true, max_length: Number(longest) });
+    const { sentence_embedding } = await model(inputs);
+    rows.push({ ids: Array.from(inputs.input_ids.data, Number), vector: Array.from(sentence_embedding.data) });
+  }
+  return rows;
 }
+"""
+NODE = EMBED + """
+import { createRequire } from "node:module";
+import { readFileSync, writeFileSync } from "node:fs";
+const [, , folder, source, target, longest, modules, dtype] = process.argv;
+const library = createRequire(modules + "/")("@huggingface/transformers");
+const texts = JSON.parse(readFileSync(source)), name = folder.split("/").pop();
+const rows = await embed(library, folder + "/..", name, dtype, texts, longest);
 writeFileSync(target, JSON.stringify(rows));
-'''
+"""
+BROWSER = f'EMBED = """{EMBED}"""' + """
+import functools, json, sys, tempfile, threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from playwright.sync_api import sync_playwright
+folder, source, target, longest, modules, dtype, chromium = sys.argv[1:]
+START = EMBED + (
+    'const library = await import("/node_modules/@huggingface/transformers/dist/transformers.min.js");'
+    'library.env.backends.onnx.wasm.wasmPaths = location.origin + "/node_modules/onnxruntime-web/dist/";'
+    'return embed(library, "/models", "model", ...given);')
+with tempfile.TemporaryDirectory() as place, sync_playwright() as playwright:
+    place = Path(place)
+    (place/"models").mkdir()
+    (place/"models/model").symlink_to(folder)
+    (place/"node_modules").symlink_to(Path(modules)/"node_modules")
+    (place/"index.html").write_text("<!doctype html>")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(SimpleHTTPRequestHandler, directory=str(place)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+    page = browser.new_page()
+    page.set_default_timeout(0)
+    page.goto(f"http://127.0.0.1:{server.server_address[1]}/index.html")
+    rows = page.evaluate("async given => {" + START + "}", [dtype, json.load(open(source)), longest])
+    Path(target).write_text(json.dumps(rows))
+    browser.close()
+    server.shutdown()
+"""
 
 def node_modules() -> str: # a folder; empty: none
     "Where transformers.js is installed, as node would find it from here."
-    for folder in (Path.cwd(), *Path.cwd().parents):
-        if (folder/"node_modules/@huggingface/transformers").is_dir() and shutil.which("node"): return str(folder)
-    return ""
+    return next((str(folder) for folder in (Path.cwd(), *Path.cwd().parents)
+                 if (folder/"node_modules/@huggingface/transformers").is_dir()), "")
+
+def chromium() -> str: # a path; empty: none
+    "The Chromium of this machine, or what `ANCHOR_NB_CHROMIUM` names, if playwright is there to drive it."
+    names = (os.environ.get("ANCHOR_NB_CHROMIUM", ""), "chromium", "google-chrome", "chrome")
+    return next((path for name in names if name and (path := shutil.which(name))), "")*bool(find_spec("playwright"))
 
 def by_transformers_js(folder: Path, name: str, precision: str, texts: list) -> tuple:
     "transformers.js in node, from the text on."
-    longest = json_or_empty(folder/LAYOUT_FILE)["layout"]["max_length"]
-    with tempfile.TemporaryDirectory() as place:
-        source, target, script = (Path(place)/file for file in ("texts.json", "vectors.json", "run.mjs"))
-        source.write_text(json.dumps(texts), encoding="utf-8")
-        script.write_text(SCRIPT, encoding="utf-8")
-        subprocess.run(["node", script, node_modules(), folder.resolve(), dict(int8="int8").get(precision, precision),
-                        source, target, str(longest)], check=True, capture_output=True, text=True)
-        rows = json.loads(target.read_text())
-    return [np.array(row["vector"], np.float32) for row in rows], [row["ids"] for row in rows]
+    return by_program(["node"], NODE, folder, texts, node_modules(), precision)
+
+def by_browser(folder: Path, name: str, precision: str, texts: list) -> tuple:
+    "transformers.js in a page of Chromium."
+    return by_program([sys.executable], BROWSER, folder, texts, node_modules(), precision, chromium())
 
 # %% ../../nbs/release/08_certificate.ipynb #e0b7d593
 CALLS = {"sentence-transformers": (by_sentence_transformers, "torch", "sentence_transformers"),
          "ONNX Runtime": (by_graph, "onnx", "onnxruntime"), "OpenVINO": (by_graph, "openvino", "openvino"),
-         "llama.cpp": (by_llama, "gguf", "xllamacpp"), "vLLM": (by_vllm, "torch", "vllm"),
-         "transformers.js": (by_transformers_js, "onnx", "")}
+         "llama.cpp": (by_llama, "gguf", "xllamacpp"), "vLLM": (partial(by_python, "vLLM"), "torch", ""),
+         "infinity-emb": (partial(by_python, "infinity-emb"), "torch", ""),
+         "transformers.js in node": (by_transformers_js, "onnx", ""),
+         "transformers.js in Chromium": (by_browser, "onnx", "")}
 
 def version_of(engine: str, module: str) -> str: # empty: not installed
     "The version of an engine that can be run here."
-    if engine == "transformers.js":
-        where = node_modules()
+    if engine in PYTHONS:
+        if not (python := python_of(engine)): return ""
+        ask = "import sys; from importlib.metadata import *; print(version(packages_distributions()[sys.argv[1]][0]))"
+        return subprocess.run([python, "-c", ask, PYTHONS[engine][0]], capture_output=True, text=True).stdout.strip()
+    if engine.startswith("transformers.js"):
+        where, program = node_modules(), chromium() if "Chromium" in engine else shutil.which("node")
         package = Path(where)/"node_modules/@huggingface/transformers/package.json"
-        return json_or_empty(package)["version"] if where else ""
+        return json_or_empty(package)["version"] if where and program else ""
     if not find_spec(module): return ""
     return metadata.version(metadata.packages_distributions()[module][0])
 

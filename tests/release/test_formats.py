@@ -2,13 +2,14 @@
 import importlib.util
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
 
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.engines import ENGINE_FILES
-from anchor_nb.release.certificate import as_table, certify, export_everywhere, with_table
+from anchor_nb.release.certificate import as_table, by_program, certify, export_everywhere, python_of, with_table
 from anchor_nb.release.export import LONG, SHORT, export
 from anchor_nb.release.formats import add_formats
 from anchor_nb.release.hub import files_of
@@ -106,6 +107,17 @@ def test_the_certificate_notices_another_model(exported):
     assert json.loads((exported/"certificate.json").read_text()) == same
     if not importlib.util.find_spec("vllm"): assert "not run: not installed here" in as_table(same)
     assert "### The same vector" in with_table("# x\n\n## Scores\n", same)
+
+
+def test_an_engine_may_live_in_another_interpreter(exported, tmp_path, monkeypatch):
+    "It refuses a text with null, and its last words are the reason when it gives no answer."
+    monkeypatch.setenv("ANCHOR_NB_VLLM_PYTHON", str(tmp_path/"python"))
+    assert python_of("vLLM") == str(tmp_path/"python")
+    answer = "import json, sys; json.dump([None, dict(vector=[1, 2], ids=[3])], open(sys.argv[3], 'w'))"
+    vectors, ids = by_program([sys.executable], answer, exported, ["a", "b"])
+    assert vectors[0] is None and vectors[1].tolist() == [1, 2] and ids == [None, [3]]
+    with pytest.raises(RuntimeError, match="^no room for it$"):
+        by_program([sys.executable], "raise SystemExit('no room for it')", exported, ["a"])
 
 
 def test_another_model_is_noticed(exported, tmp_path):

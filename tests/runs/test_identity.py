@@ -188,6 +188,8 @@ def test_vectors_are_those_of_this_engine():
     texts = ["a text", "a text that is longer than sixteen tokens, and so it is cut somewhere before this place", ""]
     found = [tiny.encode(texts), tiny.encode(texts, "Find it")]
     check_pinned("encoding", "tiny", [round(float(x), 7) for each in found for x in each[:, :4].ravel()], abs=1e-5)
+    int8 = AnchorEmbedder.from_pretrained("tiny", max_length=16, device="cpu", precision="int8").encode(texts)
+    check_pinned("encoding", "tiny int8", [round(float(x), 7) for x in int8[:, :4].ravel()], abs=2e-3)
 
 
 def test_scores_are_those_of_this_engine(tmp_path):
