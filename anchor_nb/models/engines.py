@@ -49,26 +49,51 @@ def int8_rows(matrix: torch.Tensor) -> tuple: # [rows, columns] -> (int8 [rows, 
     scales = matrix.abs().amax(1, keepdim=True).clamp_min_(1e-12).div_(127)
     return (matrix*scales.reciprocal()).round_().to(torch.int8), scales
 
+GROUP = 512 # columns that share a scale, at least
+
+def groups_of(columns: int) -> int:
+    "The number of equal groups."
+    return next(count for count in range(max(1, columns//GROUP), 0, -1) if columns % count == 0)
+
+class SharedRows:
+    "The latest states in int8, a pair for each group: queries and keys read the same ones, and so do gate and up."
+    def __init__(self): self.latest = (None, None)
+
+    def __call__(self, states: torch.Tensor) -> list: # [..., columns]
+        latest = self.latest # of this thread, whatever others do
+        if latest[0] is not states:
+            parts = states.flatten(0, -2).chunk(groups_of(states.shape[-1]), 1)
+            latest = self.latest = states, [int8_rows(part) for part in parts]
+        return latest[1]
+
 class Int8Linear(nn.Module):
-    "A linear layer for inference: weights with a scale per channel, activations with a scale per token."
-    def __init__(self, linear: nn.Linear):
+    "A linear layer for inference: in each group, a scale per channel of the weights and one per token."
+    def __init__(self, linear: nn.Linear, shared: SharedRows):
         super().__init__()
-        weight, scale = int8_rows(linear.weight.detach())
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale[:, 0])
+        self.shared, self.groups = shared, groups_of(linear.in_features)
+        for number, part in enumerate(linear.weight.detach().chunk(self.groups, 1)):
+            weight, scale = int8_rows(part)
+            self.register_buffer(f"weight{number}", weight)
+            self.register_buffer(f"scale{number}", scale[:, 0])
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, states):
-        rows, scales = int8_rows(states.flatten(0, -2))
-        out = torch._int_mm(rows, self.weight.T).float().mul_(scales).mul_(self.scale)
-        if self.bias is not None: out += self.bias
-        return out.unflatten(0, states.shape[:-1])
+        total = None
+        for number, (rows, scales) in enumerate(self.shared(states)):
+            weight, scale = getattr(self, f"weight{number}"), getattr(self, f"scale{number}")
+            out = torch._int_mm(rows, weight.T).float().mul_(scales).mul_(scale)
+            total = out if total is None else total.add_(out)
+        if self.bias is not None: total += self.bias
+        return total.unflatten(0, states.shape[:-1])
+
+KEPT = "v_proj" # stays in fp32: a thirtieth of the work of SmolLM2, and the layer that int8 hurts most
 
 def int8_linears(lm): # a language model in fp32, on the CPU
     "The model with its linear layers in int8."
+    shared = SharedRows()
     for module in list(lm.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear): setattr(module, name, Int8Linear(child))
+            if isinstance(child, nn.Linear) and name != KEPT: setattr(module, name, Int8Linear(child, shared))
     return lm
 
 # %% ../../nbs/models/09_engines.ipynb #f4348c31

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from ..core.files import saving
 from ..data.prompts import LAYOUT_FILE, Layout, around
-from ..models.engines import ENGINE_FILES
+from ..models.engines import ENGINE_FILES, KEPT, groups_of
 from ..models.loading import json_or_empty
 
 # %% ../../nbs/release/07_formats.ipynb #924bc456
@@ -78,29 +78,42 @@ int8_product (states, rows, scales, weight, scale) => (out) {
     out = Reshape (scaled, shape)
 }"""]
 
-def int8_weights(graph, names: set): # of an onnx.GraphProto, which is changed
-    "Each named matrix in int8, and beside it a scale per channel."
+def int8_matrix(graph, part, matrix: np.ndarray): # of an onnx.GraphProto, which is changed: one of its initializers
+    "A matrix in int8, in groups of rows, and beside each a scale per channel."
     from onnx import numpy_helper
-    for part in [part for part in graph.initializer if part.name in names]:
-        matrix = numpy_helper.to_array(part)
-        scale = (abs(matrix).max(0)/127).clip(1e-12).astype(np.float32)
-        graph.initializer.remove(part)
-        graph.initializer.extend([numpy_helper.from_array(np.rint(matrix/scale).astype(np.int8), part.name),
-                                  numpy_helper.from_array(scale, part.name + "_scale")])
+    graph.initializer.remove(part)
+    for number, rows in enumerate(np.split(matrix, groups_of(len(matrix)))):
+        scale = (abs(rows).max(0)/127).clip(1e-12).astype(np.float32)
+        graph.initializer.extend([numpy_helper.from_array(np.rint(rows/scale).astype(np.int8), f"{part.name}_{number}"),
+                                  numpy_helper.from_array(scale, f"{part.name}_{number}_scale")])
 
-def int8_products(model): # an onnx.ModelProto, which is changed
-    "Products with weights in int8: a scale per channel of the weights, and one per token of what they multiply."
-    from onnx import helper, parser
-    constants, nodes, known = {part.name for part in model.graph.initializer}, [], set()
-    chosen = lambda node: node.op_type == "MatMul" and node.input[1] in constants
-    int8_weights(model.graph, {node.input[1] for node in model.graph.node if chosen(node)})
-    for node in model.graph.node:
-        if not chosen(node): nodes.append(node); continue
-        (states, weight), names = node.input, [node.input[0] + "_rows", node.input[0] + "_scales"]
-        if states not in known: nodes.append(helper.make_node("int8_rows", [states], names, domain="anchor_nb"))
-        nodes.append(helper.make_node("int8_product", [states, *names, weight, weight + "_scale"], node.output,
-                                      domain="anchor_nb"))
+def int8_product(node, groups: int, known: set) -> list: # node: a MatMul; known: states in int8 by now
+    "The nodes in its place."
+    from onnx import helper
+    own = lambda kind, given, made: helper.make_node(kind, given, made, domain="anchor_nb")
+    (states, weight), nodes = node.input, []
+    parts = [f"{states}_{number}" for number in range(groups)] if groups > 1 else [states]
+    sums = [f"{node.output[0]}_{number}" for number in range(groups)] if groups > 1 else list(node.output)
+    if states not in known:
+        if groups > 1: nodes.append(helper.make_node("Split", [states], parts, axis=-1, num_outputs=groups))
+        nodes += [own("int8_rows", [part], [f"{part}_rows", f"{part}_scales"]) for part in parts]
         known.add(states)
+    for number, (part, out) in enumerate(zip(parts, sums)):
+        name = f"{weight}_{number}"
+        nodes.append(own("int8_product", [part, f"{part}_rows", f"{part}_scales", name, f"{name}_scale"], [out]))
+    return nodes + ([helper.make_node("Sum", sums, node.output)] if groups > 1 else [])
+
+def int8_products(model, kept: set = frozenset()): # an onnx.ModelProto, which is changed; bytes of matrices
+    "Products with weights in int8, as `models.engines` computes them in torch; those of `kept` matrices stay."
+    from onnx import helper, numpy_helper, parser
+    there, groups, nodes, known = {part.name: part for part in model.graph.initializer}, {}, [], set()
+    for node in model.graph.node:
+        name = node.input[1] if node.op_type == "MatMul" else ""
+        if name in there and name not in groups:
+            matrix = numpy_helper.to_array(there[name])
+            groups[name] = 0 if matrix.tobytes() in kept else groups_of(len(matrix))
+            if groups[name]: int8_matrix(model.graph, there[name], matrix)
+        nodes += int8_product(node, groups[name], known) if groups.get(name) else [node]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     model.functions.extend(map(parser.parse_function, INT8))
@@ -127,7 +140,9 @@ def write_onnx(program, out: Path) -> list: # program: from `traced`; -> files
                                          files[0].name + "_data")
     onnxruntime.InferenceSession(str(raw), options, providers=["CPUExecutionProvider"])
     for part in raw.parent.glob("raw.onnx*"): part.unlink()
-    onnx.save(int8_products(onnx.load(files[0])), files[1], save_as_external_data=large,
+    kept = {weight.detach().T.contiguous().numpy().tobytes() for name, weight in program.state_dict.items()
+            if name.endswith(f"{KEPT}.weight")}
+    onnx.save(int8_products(onnx.load(files[0]), kept), files[1], save_as_external_data=large,
               location=files[1].name + "_data")
     return files
 

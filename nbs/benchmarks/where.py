@@ -27,7 +27,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parent/"results"
 OURS = [("torch", "fp32"), ("torch", "int8"), ("onnx", "fp32"), ("onnx", "int8"),
         ("openvino", "fp32"), ("openvino", "int8"), ("gguf", "fp16"), ("gguf", "int8"), ("gguf", "int4")]
-PEERS = [("sentence-transformers", "fp32"), ("onnxruntime", "dynamic int8"), ("vllm", "fp32")]
+GRAPHS = [("onnxruntime", "dynamic int8"), ("nncf", "static int8")]  # as their libraries quantise by themselves
+PEERS = [("sentence-transformers", "fp32"), *GRAPHS, ("vllm", "fp32")]
 
 
 # ---- accuracy
@@ -55,7 +56,7 @@ def vectors_of(way: tuple, model: str, folder: Path, texts: list, max_length: in
     "Vectors of every list of texts, and bytes of the weights."
     from anchor_nb import AnchorEmbedder
     backend, precision = way
-    if backend == "onnxruntime": embedder = dynamic_peer(folder, max_length)
+    if way in GRAPHS: embedder = graph_peer(way, folder, max_length)
     else:
         source = model if backend == "torch" else folder
         embedder = AnchorEmbedder.from_pretrained(source, backend=backend, precision=precision, max_length=max_length)
@@ -67,7 +68,7 @@ def weight_bytes(way: tuple, folder: Path, embedder) -> int:
     from anchor_nb.models.engines import ENGINE_FILES
     if way[0] in ("torch", "sentence-transformers"):
         return sum(part.nbytes for part in [*embedder.lm.parameters(), *embedder.lm.buffers()])
-    file = folder/ENGINE_FILES.get(way, "onnx/model_dynamic.onnx")
+    file = folder/(ENGINE_FILES | GRAPH_FILES)[way]
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.stem}.*"))
 
 
@@ -130,18 +131,34 @@ def facts() -> dict:
 # ---- speed, memory and start
 
 
-class dynamic_peer:
-    "ONNX Runtime's own dynamic int8 as others use it: one scale a batch, 32 texts at a time, sorted by length."
-    def __init__(self, folder: Path, max_length: int = 0):
-        from anchor_nb.models.engines import OnnxEngine
+GRAPH_FILES = dict(zip(GRAPHS, ("onnx/model_dynamic.onnx", "openvino/openvino_model_static.xml")))
+
+
+def quantize_graph(way: tuple, folder: Path, file: Path, tokenizer):
+    "ONNX Runtime: a scale for a batch, found as it comes. nncf: scales from 128 texts beforehand, and SmoothQuant."
+    if way == GRAPHS[0]:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+        quantize_dynamic(folder/"onnx/model.onnx", file, op_types_to_quantize=["MatMul"], per_channel=True,
+                         weight_type=QuantType.QInt8)
+        return
+    import nncf
+    import numpy as np
+    import openvino
+    from anchor_nb.data.packages import toy_items
+    rows = [tokenizer([item.text], truncation=True, max_length=64)["input_ids"] for item in toy_items()[:128]]
+    texts = nncf.Dataset(rows, lambda ids: (np.array(ids), np.ones((1, len(ids[0])), np.int64)))
+    model = openvino.Core().read_model(folder/"openvino/openvino_model.xml")
+    openvino.save_model(nncf.quantize(model, texts, model_type=nncf.ModelType.TRANSFORMER, subset_size=128), file)
+
+
+class graph_peer:
+    "A graph that its own library quantised, run as others run it: 32 texts at a time, sorted by length."
+    def __init__(self, way: tuple, folder: Path, max_length: int = 0):
+        from anchor_nb.models.engines import OnnxEngine, OpenvinoEngine
         from transformers import AutoTokenizer
-        file = folder/"onnx/model_dynamic.onnx"
-        if not file.is_file():
-            from onnxruntime.quantization import QuantType, quantize_dynamic
-            quantize_dynamic(folder/"onnx/model.onnx", file, op_types_to_quantize=["MatMul"], per_channel=True,
-                             weight_type=QuantType.QInt8)
-        self.tokenizer, self.engine = AutoTokenizer.from_pretrained(folder), OnnxEngine(file)
-        self.max_length = max_length or 512
+        file, self.tokenizer = folder/GRAPH_FILES[way], AutoTokenizer.from_pretrained(folder)
+        if not file.is_file(): quantize_graph(way, folder, file, self.tokenizer)
+        self.engine, self.max_length = (OnnxEngine if way == GRAPHS[0] else OpenvinoEngine)(file), max_length or 512
 
     def encode(self, texts: list):
         import numpy as np
@@ -160,7 +177,7 @@ def encoder_of(way: tuple, model: str, folder: str):  # -> a function of texts
     if way[0] == "sentence-transformers":
         from sentence_transformers import SentenceTransformer
         return SentenceTransformer(folder, device="cpu").encode
-    if way[0] == "onnxruntime": return dynamic_peer(Path(folder)).encode
+    if way in GRAPHS: return graph_peer(way, Path(folder)).encode
     from anchor_nb import AnchorEmbedder
     source = model if way[0] == "torch" else folder
     how = dict(max_length=512) if way[0] == "torch" else {}
