@@ -5,7 +5,8 @@
         --learning-rate 1e-3 --warmup-steps 10
     anchor-nb export runs/laptop/served runs/laptop/exported --format onnx --format openvino --format gguf
     python nbs/benchmarks/where.py loss MODEL FOLDER --task LocalVerbRetrieval --task runs/laptop/data/eval/foldoc
-    python nbs/benchmarks/where.py speed MODEL FOLDER [--threads 2] [--minutes 8]
+    anchor-nb export smollm2-135m runs/certified --format onnx --format openvino --format gguf
+    python nbs/benchmarks/where.py speed smollm2-135m runs/certified [--threads 2] [--minutes 8]
 
 FOLDER is what `anchor-nb export MODEL FOLDER --format onnx --format openvino --format gguf` wrote. `loss` encodes
 queries and documents of retrieval tasks each way, and the stored forms of our fp32 vectors too; the load of the machine
@@ -241,6 +242,9 @@ def in_a_process(way: tuple, model: str, folder: str, blocks: str, threads: int,
 def speed(model: str, folder: Path, threads: int, minutes: float, ways: list):
     "Rows of results/where_speed.jsonl: each way twice, in turns; the better time and the larger memory."
     from anchor_nb.runs.ledger import append_rows
+    from anchor_nb.models.loading import json_or_empty
+    longest = json_or_empty(folder/"anchor_nb.json")["layout"]["max_length"]
+    if longest < 512: raise SystemExit(f"{folder} cuts texts after {longest} tokens; engines would read less than is counted")
     seconds, parts = max(2, minutes*60/2/len(ways) - 14), {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as place:
         blocks = Path(place)/"blocks.json"
