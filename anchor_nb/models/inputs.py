@@ -104,7 +104,7 @@ def in_precision(vectors: np.ndarray, # [texts, dimension] fp32
     if len(vectors) == 1 and not precision.endswith("binary"):
         raise ValueError(f"precision={precision} needs the range of every dimension, which one text does not show; "
                          "encode many texts in one call, or take float32, binary or ubinary")
-    from sentence_transformers.util.quantization import quantize_embeddings # takes seconds, so only when it is asked for
+    from sentence_transformers.util.quantization import quantize_embeddings # takes seconds to import
     return quantize_embeddings(vectors, precision)
 
 # %% ../../nbs/models/06_inputs.ipynb #e4ce10c9

@@ -143,7 +143,8 @@ def by_program(command: list, script: str, folder: Path, texts: list, *more) -> 
         program.write_text(script, encoding="utf-8")
         done = subprocess.run([*command, program, folder.resolve(), source, target, str(longest), *more],
                               capture_output=True, text=True)
-        if not target.is_file(): raise RuntimeError("; ".join(done.stderr.strip().splitlines()[-1:]) or "no answer")
+        if not target.is_file():
+            raise RuntimeError("".join(done.stderr.strip().splitlines()[-1:]) or "it gave no answer")
         rows = json.loads(target.read_text())
     return ([row and np.array(row["vector"], np.float32) for row in rows],
             [row.get("ids") if row else None for row in rows])

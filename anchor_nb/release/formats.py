@@ -78,6 +78,7 @@ int8_product (states, rows, scales, weight, scale) => (out) {
     out = Reshape (scaled, shape)
 }"""]
 
+# %% ../../nbs/release/07_formats.ipynb #f39184ce
 def int8_matrix(graph, part, matrix: np.ndarray): # of an onnx.GraphProto, which is changed: one of its initializers
     "A matrix in int8, in groups of rows, and beside each a scale per channel."
     from onnx import numpy_helper
@@ -90,17 +91,17 @@ def int8_matrix(graph, part, matrix: np.ndarray): # of an onnx.GraphProto, which
 def int8_product(node, groups: int, known: set) -> list: # node: a MatMul; known: states in int8 by now
     "The nodes in its place."
     from onnx import helper
-    own = lambda kind, given, made: helper.make_node(kind, given, made, domain="anchor_nb")
+    ours = lambda kind, given, made: helper.make_node(kind, given, made, domain="anchor_nb")
     (states, weight), nodes = node.input, []
     parts = [f"{states}_{number}" for number in range(groups)] if groups > 1 else [states]
     sums = [f"{node.output[0]}_{number}" for number in range(groups)] if groups > 1 else list(node.output)
     if states not in known:
         if groups > 1: nodes.append(helper.make_node("Split", [states], parts, axis=-1, num_outputs=groups))
-        nodes += [own("int8_rows", [part], [f"{part}_rows", f"{part}_scales"]) for part in parts]
+        nodes += [ours("int8_rows", [part], [f"{part}_rows", f"{part}_scales"]) for part in parts]
         known.add(states)
     for number, (part, out) in enumerate(zip(parts, sums)):
         name = f"{weight}_{number}"
-        nodes.append(own("int8_product", [part, f"{part}_rows", f"{part}_scales", name, f"{name}_scale"], [out]))
+        nodes.append(ours("int8_product", [part, f"{part}_rows", f"{part}_scales", name, f"{name}_scale"], [out]))
     return nodes + ([helper.make_node("Sum", sums, node.output)] if groups > 1 else [])
 
 def int8_products(model, kept: set = frozenset()): # an onnx.ModelProto, which is changed; bytes of matrices

@@ -244,7 +244,8 @@ def speed(model: str, folder: Path, threads: int, minutes: float, ways: list):
     from anchor_nb.runs.ledger import append_rows
     from anchor_nb.models.loading import json_or_empty
     longest = json_or_empty(folder/"anchor_nb.json")["layout"]["max_length"]
-    if longest < 512: raise SystemExit(f"{folder} cuts texts after {longest} tokens; engines would read less than is counted")
+    if longest < 512:
+        raise SystemExit(f"{folder} cuts texts after {longest} tokens, and the texts here are longer; give it another")
     seconds, parts = max(2, minutes*60/2/len(ways) - 14), {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as place:
         blocks = Path(place)/"blocks.json"
