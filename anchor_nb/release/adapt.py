@@ -35,7 +35,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 6 # raised when a step comes to make something else of the same inputs
+MADE = 7 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -319,21 +319,23 @@ def without_rankings(sheet: dict) -> dict:
     return {label: {name: value for name, value in system.items() if name != "ranking"}
             for label, system in sheet.items()}
 
+HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training
+
 def choose_step(candidates: dict, dev: Retrieval,
-                known: dict) -> dict: # scores: label -> nDCG@10; chosen: label of a candidate
+                known: dict) -> dict: # scores: label -> nDCG@10; gains: label -> at least, in points; chosen: a label
     "The development split decides which candidate is delivered, and whether together with BM25."
     systems = {label: candidate for label, candidate in systems_of(candidates).items()
-               if label == "bm25" or label in candidates}
+               if label in HAVE or label in candidates}
     sheet = sit_exam(dev, systems, known=known)
-    scores = {label: system["score"] for label, system in sheet.items() if label != "bm25"}
-    return dict(scores=scores, chosen=max(scores, key=scores.get))
+    scores = {label: system["score"] for label, system in sheet.items() if label not in HAVE}
+    gains = {label: verdict(sheet, label, HAVE)["low"] for label in scores}
+    return dict(scores=scores, gains=gains, chosen=max(gains, key=gains.get))
 
 def exam_step(candidates: dict, exam: Retrieval, chosen: str, known: dict) -> dict:
     "The exam, the verdict and the queries that changed most."
     sheet = sit_exam(exam, systems_of(candidates), known=known)
-    have = [label for label in ("bm25", "minilm", "minilm + BM25") if label != chosen]
-    decision = verdict(sheet, chosen, have)
-    verdicts = {label: verdict(sheet, label, have) for label, facts in candidates.items() if "why" not in facts}
+    decision = verdict(sheet, chosen, HAVE)
+    verdicts = {label: verdict(sheet, label, HAVE) for label, facts in candidates.items() if "why" not in facts}
     return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts,
                 **widest(sheet, chosen, decision["against"], exam))
 

@@ -3,6 +3,7 @@
     python nbs/studies/adapt_runs.py foldoc seed=1 base=minilm,smollm2-135m exam_documents=0
     python nbs/studies/adapt_runs.py wordnet pairs=no seed=0 base=minilm # documents only
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
+    python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
 
 A target is 1,200 texts of a corpus of ours, each cut after 60 words, with the query of each as a pair. Without pairs,
 documents have the titles that they would have in a folder, and what was trained is scored on the corpus's own queries
@@ -97,6 +98,32 @@ def differences(out):
     return rows
 
 
+def halves(splits=400):
+    "Choose a candidate by one half of an exam, by its mean or by the lower end of its gain, and judge it by the other."
+    import numpy as np
+    from anchor_nb.release.adapt import HAVE
+    rng, rows = np.random.default_rng(0), []
+    for path in sorted(Path("runs/adapt").glob("*/*/steps/exam/step.json")):
+        systems = json.loads(path.read_text(encoding="utf-8"))["facts"]["systems"]
+        values = {name: np.array([system["values"][query] for query in sorted(system["values"])])
+                  for name, system in systems.items()}
+        candidates = [name for name in values if " tuned" in name]
+        if len(candidates) < 4: continue # one candidate, alone and with BM25
+        def gain(name, part): # mean and lower end, over the best of what was there
+            apart = values[name][part] - max((values[have][part] for have in HAVE), key=np.mean)
+            return 100*apart.mean(), 100*(apart.mean() - 1.96*apart.std()/np.sqrt(len(apart)))
+        found = []
+        for _ in range(splits):
+            first, second = np.array_split(rng.permutation(len(values["bm25"])), 2)
+            found.append([gain(max(candidates, key=lambda name: gain(name, first)[rule]), second) for rule in (0, 1)])
+        found = np.array(found) # [splits, rules, (mean, lower end)]
+        rows.append(dict(target=path.parts[2], seed=int(path.parts[3].rpartition("-")[2]), splits=splits,
+                         found_better=(found[..., 1] > 0).mean(0).tolist(), gain=found[..., 0].mean(0).tolist(),
+                         code=code_version()))
+        print(rows[-1], flush=True)
+    write(Path("nbs/results/adapt/halves.jsonl"), rows)
+
+
 def seeds(name, precision, *numbers):
     "Stage II of SmolLM2 once more on the pairs of a target's latest run, scored on its development split."
     from anchor_nb import Stage2, train
@@ -124,4 +151,5 @@ def seeds(name, precision, *numbers):
 
 if __name__ == "__main__":
     if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
+    elif sys.argv[1] == "halves": halves()
     else: main(*sys.argv[1:])

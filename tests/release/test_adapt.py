@@ -128,6 +128,16 @@ def test_the_exam_shares_no_document_with_training(tmp_path, quick):
         assert len(part.corpus) == 160
 
 
+def test_what_is_delivered_is_the_surer_gain(monkeypatch):
+    "Of two candidates, the one that gains 5 points on every query, not the one that gains 20 on half and loses 8."
+    values = dict(bm25=[0.2]*40, minilm=[0.5]*40, sure=[0.55]*40, wild=[0.7, 0.42]*20)
+    sheet = {name: dict(score=sum(row)/40, values=dict(enumerate(row))) for name, row in values.items()}
+    assert sheet["wild"]["score"] > sheet["sure"]["score"]
+    monkeypatch.setattr(module, "sit_exam", lambda dev, systems, known: sheet)
+    facts = dict(base="minilm", library="sentence-transformers", model="")
+    assert module.choose_step(dict(sure=facts, wild=facts), None, {})["chosen"] == "sure"
+
+
 def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_epoch(tmp_path):
     from anchor_nb.data.corpora import build_corpus
     from anchor_nb.data.retrieval_sets import subset
