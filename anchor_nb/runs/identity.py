@@ -84,7 +84,7 @@ def inputs_beside(recipe, data: dict) -> dict: # parameter, or parameter.label -
     return {".".join(map(str, address)): sha256 for address, sha256 in hashes.items()}
 
 # %% ../../nbs/runs/05_identity.ipynb #eb6238bc
-ENGINE = dict(training=1, encoding=2, scoring=1, corpora=1)
+ENGINE = dict(training=1, encoding=1, scoring=1, corpora=1)
 
 # %% ../../nbs/runs/05_identity.ipynb #aaf230d8
 USES = dict(prepare=("corpora",), mine=("encoding",), stage1=("training",), stage2=("training",),
