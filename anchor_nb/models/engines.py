@@ -70,8 +70,8 @@ class Int8Linear(nn.Module):
     "A linear layer for inference: in each group, a scale per channel of the weights and one per token."
     def __init__(self, linear: nn.Linear, shared: SharedRows):
         super().__init__()
-        self.shared, self.groups = shared, groups_of(linear.in_features)
-        for number, part in enumerate(linear.weight.detach().chunk(self.groups, 1)):
+        self.shared = shared
+        for number, part in enumerate(linear.weight.detach().chunk(groups_of(linear.in_features), 1)):
             weight, scale = int8_rows(part)
             self.register_buffer(f"weight{number}", weight)
             self.register_buffer(f"scale{number}", scale[:, 0])
