@@ -60,7 +60,9 @@ class Encoding(Recipe):
                                     "the checkpoint has prompts", "ours", ("document", "query"))
     pooling: str = setting("", "empty: what the checkpoint says, else eos")
     max_length: int = setting(0, "tokens of a text; 0: what the checkpoint says, else 512")
-    precision: str = setting("auto", "the model computes in bf16 or fp32; auto: bf16 on a GPU, fp32 on a CPU")
+    precision: str = setting("auto", "the model computes in fp32, bf16 or, on a CPU, int8; auto: bf16 on a GPU, fp32 "
+                                     "on a CPU")
+    compile: bool = setting(False, "compile the decoder layers first, which pays on a CPU in int8", "ours", how=True)
     micro_tokens: int = setting(0, "tokens of one packed batch; 0: 16384 on a GPU, 1024 on a CPU", how=True)
 
     def __post_init__(self):
@@ -318,7 +320,8 @@ def encode_share(settings: dict, # the fields of `Encoding`
     announce("loading", settings.model)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else "cpu"
     embedder = AnchorEmbedder.from_pretrained(settings.model, settings.pooling, settings.max_length, device=device,
-                                              precision=settings.precision, micro_tokens=settings.micro_tokens)
+                                              precision=settings.precision, micro_tokens=settings.micro_tokens,
+                                              compile=settings.compile)
     pieces = {n: Piece(*pieces[n]) for n in mine}
     read = lambda n: entries(pieces[n], settings.field, settings.id_field, settings.columns)
     with closing(ahead(read, mine)) as shares, \

@@ -261,9 +261,9 @@ def merge_adapters(model): # -> the plain language model
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 # %% ../../nbs/models/03_backbone.ipynb #efd9f7e0
-def compile_layers(model, backend: str = "inductor"):
+def compile_layers(model, backend: str = "inductor", attention: bool = False): # attention: compile it too
     "Compile a model's decoder layers for packed batches of any length."
     from transformers import AttentionInterface
     for name, function in (("packed_sdpa", packed_sdpa), ("packed_varlen", packed_varlen)):
-        AttentionInterface.register(name, torch.compiler.disable(function))
+        if not attention: AttentionInterface.register(name, torch.compiler.disable(function))
     for layer in trunk_of(model).layers: layer.compile(dynamic=True, backend=backend)

@@ -61,9 +61,10 @@ class SharedRows:
 
     def __call__(self, states: torch.Tensor) -> list: # [..., columns]
         latest = self.latest # of this thread, whatever others do
-        if latest[0] is not states:
+        if torch.compiler.is_compiling() or latest[0] is not states: # a compiler finds what is shared by itself
             parts = states.flatten(0, -2).chunk(groups_of(states.shape[-1]), 1)
-            latest = self.latest = states, [int8_rows(part) for part in parts]
+            latest = states, [int8_rows(part) for part in parts]
+            if not torch.compiler.is_compiling(): self.latest = latest
         return latest[1]
 
 class Int8Linear(nn.Module):

@@ -134,6 +134,8 @@ def python_of(engine: str) -> str: # empty: there is none
     module, variable = PYTHONS[engine]
     return os.environ.get(variable, "") or (sys.executable if find_spec(module) else "")
 
+PATIENCE = 1800 # seconds that a program may take; the row says so where it was stopped
+
 def by_program(command: list, script: str, folder: Path, texts: list, *more) -> tuple: # ([vector or None], [ids])
     "What a program makes of texts; RuntimeError with its last words where it fails."
     longest = json_or_empty(folder/LAYOUT_FILE)["layout"]["max_length"]
@@ -142,7 +144,7 @@ def by_program(command: list, script: str, folder: Path, texts: list, *more) -> 
         source.write_text(json.dumps(texts), encoding="utf-8")
         program.write_text(script, encoding="utf-8")
         done = subprocess.run([*command, program, folder.resolve(), source, target, str(longest), *more],
-                              capture_output=True, text=True)
+                              capture_output=True, text=True, timeout=PATIENCE)
         if not target.is_file():
             raise RuntimeError("".join(done.stderr.strip().splitlines()[-1:]) or "it gave no answer")
         rows = json.loads(target.read_text())

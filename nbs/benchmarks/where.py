@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parent/"results"
-OURS = [("torch", "fp32"), ("torch", "int8"), ("onnx", "fp32"), ("onnx", "int8"),
+COMPILED = "int8, compiled"  # precision="int8", compile=True
+OURS = [("torch", "fp32"), ("torch", "int8"), ("torch", COMPILED), ("onnx", "fp32"), ("onnx", "int8"),
         ("openvino", "fp32"), ("openvino", "int8"), ("gguf", "fp16"), ("gguf", "int8"), ("gguf", "int4")]
 GRAPHS = [("onnxruntime", "dynamic int8"), ("nncf", "static int8")]  # as their libraries quantise by themselves
 PEERS = [("sentence-transformers", "fp32"), *GRAPHS, ("vllm", "fp32")]
@@ -53,6 +54,11 @@ def ndcg(scores, wanted):  # scores: [queries, documents]; wanted: the one docum
     return float(np.where(ranks < 10, 1/np.log2(ranks + 2), 0).mean())
 
 
+def options(way: tuple) -> dict:
+    "What `from_pretrained` is given for one of ours."
+    return dict(backend=way[0], precision=way[1].partition(",")[0]) | (dict(compile=True) if way[1] == COMPILED else {})
+
+
 def vectors_of(way: tuple, model: str, folder: Path, texts: list, max_length: int):
     "Vectors of every list of texts, and bytes of the weights."
     from anchor_nb import AnchorEmbedder
@@ -60,7 +66,7 @@ def vectors_of(way: tuple, model: str, folder: Path, texts: list, max_length: in
     if way in GRAPHS: embedder = graph_peer(way, folder, max_length)
     else:
         source = model if backend == "torch" else folder
-        embedder = AnchorEmbedder.from_pretrained(source, backend=backend, precision=precision, max_length=max_length)
+        embedder = AnchorEmbedder.from_pretrained(source, max_length=max_length, **options(way))
     return [embedder.encode(part) for part in texts], weight_bytes(way, folder, embedder)
 
 
@@ -182,7 +188,7 @@ def encoder_of(way: tuple, model: str, folder: str):  # -> a function of texts
     from anchor_nb import AnchorEmbedder
     source = model if way[0] == "torch" else folder
     how = dict(max_length=512) if way[0] == "torch" else {}
-    return AnchorEmbedder.from_pretrained(source, backend=way[0], precision=way[1], **how).encode
+    return AnchorEmbedder.from_pretrained(source, **options(way), **how).encode
 
 
 def processor_seconds() -> float:
@@ -195,6 +201,7 @@ def measure_one(way: tuple, model: str, folder: str, blocks: list, seconds: floa
     began = time.perf_counter()
     encode = encoder_of(way, model, folder)
     encode(["a first text"])
+    if way[1] == COMPILED: encode(["a first text", "and several at once, which are compiled separately"])
     ready, singles = time.perf_counter() - began, []
     for number in range(10):
         start = time.perf_counter()
@@ -269,18 +276,18 @@ def main():
         way, (model, folder, blocks, seconds) = tuple(sys.argv[2:4]), sys.argv[4:]
         print(json.dumps(measure_one(way, model, folder, json.loads(Path(blocks).read_text()), float(seconds))))
         return
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("what", choices=("loss", "speed"))
-    options.add_argument("model")
-    options.add_argument("folder", type=Path)
-    options.add_argument("--task", action="append", default=[], help="a local task or a folder; repeat for several")
-    options.add_argument("--documents", type=int, default=1000)
-    options.add_argument("--queries", type=int, default=300)
-    options.add_argument("--max-length", type=int, default=64)
-    options.add_argument("--threads", type=int, default=2)
-    options.add_argument("--minutes", type=float, default=8)
-    options.add_argument("--way", action="append", default=[], help="such as torch:int8; repeat for several")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("loss", "speed"))
+    parser.add_argument("model")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--task", action="append", default=[], help="a local task or a folder; repeat for several")
+    parser.add_argument("--documents", type=int, default=1000)
+    parser.add_argument("--queries", type=int, default=300)
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--way", action="append", default=[], help="such as torch:int8; repeat for several")
+    given = parser.parse_args()
     ways = [tuple(name.split(":")) for name in given.way] or OURS + PEERS
     if given.what == "speed": speed(given.model, given.folder, given.threads, given.minutes, ways)
     else:

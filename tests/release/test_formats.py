@@ -3,10 +3,13 @@ import importlib.util
 import json
 import re
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
+from anchor_nb.models import embedder
+from anchor_nb.models.backbone import compile_layers
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.engines import ENGINE_FILES
 from anchor_nb.release.certificate import as_table, by_program, certify, export_everywhere, python_of, with_table
@@ -85,6 +88,7 @@ def test_scaled_positions_go_into_the_gguf(tmp_path):
 
 def test_what_a_file_cannot_do_is_said_before_anything_is_loaded(exported, tmp_path):
     for words, message in ((dict(backend="onnx", pooling="mean"), "pooling cannot be changed in a file"),
+                           (dict(backend="onnx", compile=True), "compile cannot be changed in a file"),
                            (dict(backend="onnx", precision="bf16"), "choose auto or fp32, int8"),
                            (dict(backend="tensorrt"), "choose torch, onnx, openvino or gguf"),
                            (dict(precision="int4"), "int4")):
@@ -98,6 +102,16 @@ def test_what_a_file_cannot_do_is_said_before_anything_is_loaded(exported, tmp_p
 def test_int8_in_torch_stays_close():
     ours, int8 = (AnchorEmbedder.from_pretrained("tiny", precision=name, device="cpu") for name in ("fp32", "int8"))
     assert 0.99 < (ours.encode(TEXTS)*int8.encode(TEXTS)).sum(1).min() < 1 - 1e-7
+
+
+def test_a_compiled_model_gives_the_same_vectors(monkeypatch):
+    "Of one text and of many, as traced; the compiled code itself is measured in benchmarks/where.py."
+    monkeypatch.setattr(embedder, "compile_layers", partial(compile_layers, backend="eager"))
+    for precision in ("fp32", "int8"):
+        plain, compiled = (AnchorEmbedder.from_pretrained("tiny", precision=precision, device="cpu", compile=flag)
+                           for flag in (False, True))
+        for texts in (TEXTS, TEXTS[:1]):
+            np.testing.assert_allclose(compiled.encode(texts), plain.encode(texts), atol=1e-6)
 
 
 def test_the_certificate_notices_another_model(exported):
