@@ -135,8 +135,8 @@ def verdict(sheet: dict,    # from `sit_exam`
     elif not any(apart): sentence = f"Not better: keep {against}. {delivered} scores the same on all {count} queries."
     else:
         sentence = (f"Not shown to be better: keep {against}. Over {count} queries {delivered} scores {size} "
-                    f"{'higher' if points[0] > 0 else 'lower'} {span}; an exam of about {needed:,} queries would tell "
-                    "such a difference.")
+                    f"{'higher' if points[0] > 0 else 'lower'} {span}; an exam of about {needed:,} queries would "
+                    "be enough to tell.")
     return dict(better=hits.low > 0, worse=hits.high < 0, delivered=delivered, against=against, difference=points[0],
                 low=points[1], high=points[2], queries=count, needed=needed, sentence=sentence)
 

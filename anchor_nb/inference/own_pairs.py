@@ -6,11 +6,14 @@
 __all__ = ['match_pairs']
 
 # %% ../../nbs/inference/06_own_pairs.ipynb #f4460f2f
+import re
 from collections import defaultdict
 from ..data.deduplication import plain, runs_of, seen_part
 from .hard_negatives import Words
 
 # %% ../../nbs/inference/06_own_pairs.ipynb #27800388
+SHORT = 4 # words of an answer; ours
+
 class Answers:
     "Finds the passage that a text stands for."
     def __init__(self, passages: list, repeats: list): # as `passages_of` gives them
@@ -34,7 +37,9 @@ class Answers:
         if numbers := self.named.get(answer.strip()): return self.best(query, numbers)
         self.words = self.words or Words(self.texts)
         likely = self.words(answer).argsort()[::-1][:20].tolist()
-        inside = [number for number in likely if text in self.texts[number]]
+        short = len(text.split()) <= SHORT # its words are in many passages, and the query must tell
+        inside = [number for number in (range(len(self.texts)) if short else likely) if text in self.texts[number]]
+        inside = [number for number in inside if re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.texts[number])]
         runs = runs_of(text)
         covered = [number for number in likely if seen_part(runs_of(self.texts[number]), runs) >= 0.8]
         return self.best(query, inside or covered) if inside or covered else None

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from ..core.progress import announce
 from ..data.deduplication import plain
+from ..data.retrieval_sets import draw
 from .hard_negatives import Words
 from ..models.resolve import find_model
 
@@ -50,7 +51,8 @@ def slug(heading: str) -> str:
 
 def place_of(link: str, source: str) -> tuple: # source: id of the document with the link; -> (path, section)
     "Where a link leads, as a path below the folder; an empty path for another site."
-    address = urlsplit(link)
+    try: address = urlsplit(link)
+    except ValueError: return "", "" # no address, such as http://[HOST]
     if address.scheme or address.netloc or link.startswith("/"): return "", ""
     path = posixpath.join(posixpath.dirname(source), unquote(address.path)) if address.path else source
     return posixpath.normpath(path), slug(unquote(address.fragment))
@@ -94,7 +96,7 @@ def by_address(texts: list, address: str, model: str) -> list: # of answers
                                          {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
-                answers.append(json.load(reply)["choices"][0]["message"]["content"])
+                answers.append(json.load(reply)["choices"][0]["message"]["content"] or "")
         except (OSError, ValueError, LookupError) as error:
             raise ValueError(f"generator={address} gave no answer ({error}); start the server, or name a "
                              "model") from None
@@ -136,14 +138,15 @@ def found_again(asked: list,  # of (query, number of the passage)
                 texts: list,  # all passages
                 k: int = 3,   # ours
                 encode=None,  # texts -> [texts, dimension] unit vectors; None: words only
+                most: int = 0, # passages that are searched, and all that are asked for; 0: all
+                seed: int = 0, # of the draw of those
                ) -> list:     # of those pairs that are kept
     "The pairs whose passage is found again by its query."
     if not asked: return []
-    words, documents = Words(texts), encode(texts) if encode else None
+    numbers = sorted({*draw(range(len(texts)), most, seed), *(number for _, number in asked)})
+    place, searched = {number: n for n, number in enumerate(numbers)}, [texts[number] for number in numbers]
+    words, documents = Words(searched), encode(searched) if encode else None
     vectors = encode([query for query, _ in asked]) if encode else None
-    def rank(scores, number): return int((scores > scores[number]).sum())
-    def kept(place, query, number):
-        scores = words(query)
-        if scores[number] > 0 and rank(scores, number) < k: return True
-        return encode is not None and rank(documents @ vectors[place], number) < k
-    return [(query, number) for place, (query, number) in enumerate(asked) if kept(place, query, number)]
+    def first(scores, number): return scores[place[number]] > 0 and (scores > scores[place[number]]).sum() < k
+    return [(query, number) for n, (query, number) in enumerate(asked) if first(words(query), number)
+            or encode is not None and first(documents @ vectors[n], number)]

@@ -150,13 +150,14 @@ class EngineEmbedder(RoleEncoder):
     "Texts to vectors by another engine than torch."
     def __init__(self, path: str, backend: str, precision: str, max_length: int, micro_tokens: int):
         self.sources, tokenizer, use = use_of(path, max_length=max_length)
-        file = engine_file(self.sources[0], backend, precision)
+        self.file = file = engine_file(self.sources[0], backend, precision)
+        self.bidirectional = use["bidirectional"]
         self.name, self.backend, self.formatter = path, backend, Formatter(tokenizer, use["layout"])
         self.pooling, self.normalize, self.prompts = use["pooling"], use["normalize"], use["prompts"]
         self.precision = next(name for (_, name), place in ENGINE_FILES.items() if file.match(place))
         self.micro_tokens, self.device = micro_tokens or 1024, torch.device("cpu")
-        self.read_from, self.engine = [], ENGINES[backend](file, longest=self.max_seq_length, pooling=self.pooling,
-                                                           bidirectional=use["bidirectional"])
+        self.engine = ENGINES[backend](file, longest=self.max_seq_length, pooling=self.pooling,
+                                       bidirectional=self.bidirectional)
         self.dimension = self.engine([[0]]).shape[1]
 
     def __repr__(self):
@@ -169,7 +170,10 @@ class EngineEmbedder(RoleEncoder):
                          "backend='torch' for this")
 
     def _of_tokens(self, texts: list, size: int | None = None, normalize: bool | None = None) -> torch.Tensor:
-        "The vectors of a batch."
+        "The vectors of a batch; ValueError for raw ones of a model that normalises, whose file does so too."
+        if normalize is False and self.normalize and self.backend != "gguf":
+            raise ValueError(f"normalize_embeddings=False cannot be had of a file for backend={self.backend}, which "
+                             "normalises as the model does; load it with backend='torch'")
         vectors = torch.from_numpy(self.engine([text.ids for text in texts]).copy())[:, :size]
         return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors
 

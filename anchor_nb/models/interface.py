@@ -133,6 +133,9 @@ class Saved(Comparing):
         Args:
             folder: where to; it is made if needed. sentence-transformers reads what `anchor-nb export` writes.
         """
+        if any(name.endswith("weight0") for name in self.lm.state_dict()):
+            raise ValueError("weights in int8 cannot be saved so that others read them; load the model without "
+                             "precision=int8 to save it, or write `anchor-nb export MODEL OUT --format onnx`")
         with without_bars(): self.lm.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         facts = dict(prompts=self.prompts, normalize=self.normalize, bidirectional=not is_causal(self.lm.config))

@@ -9,12 +9,14 @@ __all__ = ['adapt', 'outlook']
 import hashlib, json, math, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from .. import __version__
 from ..core.files import damage, keep_apart, new_folder, seal
 from ..core.progress import announce, without_bars
 from ..core.recipe import Adapt, Mine, Stage2
-from ..data.documents import Passage, not_english, passages_of, read_documents
+from ..data.documents import Passage, first_sentence, not_english, passages_of, read_documents, readers
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
 from ..data.splitting import divide, write_exam
@@ -25,7 +27,7 @@ from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
-from ..models.loading import kind_of
+from ..models.loading import kind_of, small_files
 from ..models.resolve import find_model
 from .card import export_with_card
 from ..runs.identity import engine_of, files_content, model_content
@@ -35,7 +37,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 7 # raised when a step comes to make something else of the same inputs
+MADE = 8 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -64,7 +66,12 @@ class Steps:
         return facts
 
 # %% ../../nbs/release/09_adapt.ipynb #28a900ff
-FEWEST = dict(documents=10, exam=20) # ours: with fewer, nothing can be told
+FEWEST = dict(documents=10, exam=20, words=5) # ours: with fewer, nothing can be told; words of a sentence
+
+def at_home(recipe: Adapt) -> Adapt:
+    "The recipe with ~ as the home folder, as a shell would write it."
+    whole = lambda path: str(Path(path).expanduser()) if path.startswith("~") else path
+    return replace(recipe, documents=whole(recipe.documents), pairs=whole(recipe.pairs), out=whole(recipe.out))
 
 def read_step(recipe: Adapt, part: Path) -> dict:
     "Documents as passages; ValueError for too few documents."
@@ -92,7 +99,7 @@ def shown(passage: Passage, titled: bool) -> str:
     return "\n".join([*(part for part in above if not passage.text.startswith(part)), passage.text])
 
 # %% ../../nbs/release/09_adapt.ipynb #22df7e6d
-MINER, SURVEYED = "minilm", 5000 # the encoder that filters and mines; passages it looks at
+MINER, SURVEYED = "minilm", 5000 # the encoder that filters and mines; passages it looks at, and all that are asked
 
 def encoder_of(model: str):
     "A function of texts to unit vectors."
@@ -108,7 +115,7 @@ def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of 
     chosen = chosen if recipe.questions else []
     questions = zip(ask([texts[n] for n in chosen], recipe.generator), chosen) if chosen else ()
     asked = heads + [(query, n) for query, n in questions if query]
-    kept = found_again(asked, texts, encode=encoder_of(MINER) if len(texts) <= SURVEYED else None)
+    kept = found_again(asked, texts, encode=encoder_of(MINER), most=SURVEYED, seed=recipe.seed)
     if not kept:
         raise ValueError(f"no query could be made from {recipe.documents}: none of {len(asked)} titles, headings, "
                          "links and questions finds its passage again; give pairs of your own, or another generator")
@@ -147,19 +154,29 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
                          "exam takes a fourth, so give more pairs or documents")
     return [exam, dev]
 
+def parted(rows: list, marks: list, sizes: list, recipe: Adapt) -> list: # sizes: of `part_sizes`
+    "Rows of the exam, the development split and the rest; ValueError where documents are too large to be shared out."
+    try: parts = divide(rows, marks, sizes, recipe.seed)
+    except ValueError: parts = [[], [], []]
+    if len({rows[n]["query"] for n in parts[0]}) >= FEWEST["exam"] and parts[1] and parts[2]: return parts
+    most, count = Counter(marks).most_common(1)[0]
+    raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
+                     f"the exam takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
+                     "several files, one a chapter, or give more documents")
+
 def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
     "Exam, development split, training pairs, and the passages that negatives may come from."
     texts = [shown(passage, bool(recipe.pairs)) for passage in passages]
     numbers, marks = [row["passage"] for row in pairs], [passages[row["passage"]].document for row in pairs]
     rows = [dict(query=row["query"], positives=[texts[row["passage"]]], negatives=[], instruction="",
                  document_instruction="", positive_scores=[], negative_scores=[]) for row in pairs]
-    exam, dev, rest = divide(rows, marks, part_sizes(len({row["query"] for row in rows}), recipe), recipe.seed)
+    exam, dev, rest = parted(rows, marks, part_sizes(len({row["query"] for row in rows}), recipe), recipe)
     for name, chosen in (("exam", exam), ("dev", dev)):
         made = as_set(name, rows, chosen, texts, numbers, recipe.exam_documents, recipe.seed)
         write_exam(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
     held = {marks[n] for n in [*exam, *dev]}
-    kept = sorted(draw(rest, recipe.train_pairs, recipe.seed))
+    kept = draw(rest, recipe.train_pairs, recipe.seed) # in this order, so that a part of them is a sample
     pool = [text for text, passage in zip(texts, passages) if passage.document not in held]
     surveyed = min(SURVEYED, max(300, 4*len(kept))) # enough to find near ones among
     write_pairs(part/"pairs", "pairs", [rows[n] for n in kept])
@@ -173,29 +190,25 @@ SHARE, TOO_FEW, SEEDS = 0.6, 100, 2 # of the minutes for decoders; pairs; traini
 
 def is_encoder(base: str) -> bool:
     "Whether a base is a sentence-transformers model."
-    return kind_of(Path(find_model(base))) == "sentence-transformers"
+    return kind_of(small_files(find_model(base))) == "sentence-transformers"
 
 def bases_of(recipe: Adapt) -> tuple: # (names, whether they were asked for)
     "The models to start from; MiniLM is always among them, as what anybody could tune."
     if recipe.base == "auto": return [MINER, "smollm2-135m"], False
-    return list(dict.fromkeys([MINER, *filter(None, (name.strip() for name in recipe.base.split(",")))])), True
+    bases = list(dict.fromkeys([MINER, *filter(None, (name.strip() for name in recipe.base.split(",")))]))
+    if twice := [name for name, count in Counter(Path(base).name for base in bases).items() if count > 1]:
+        raise ValueError(f"base={recipe.base}: two models are called {twice[0]}, and their results would be one; "
+                         "rename one of the folders")
+    return bases, True
 
-def decoder_minutes(base: str, data: str, pairs: int) -> tuple: # (minutes of one pass, bytes of memory)
-    "What stage II takes on this machine, as `anchor-nb plan` says it."
-    from anchor_nb.training.flops import find_shape
-    from anchor_nb.training.plan import measure_pairs, report, this_machine
-    machine, lengths = this_machine(find_shape(base)), measure_pairs(data, base)
-    row = next(row for row in report(base, machine, lengths, given=dict(steps=-(-pairs//16), global_batch=16))
-               if row["stage"] == "stage2")
-    return row.get("minutes", 0.0), row.get("peak_bytes", 0)
-
-def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int) -> dict:
+def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int,
+                  steps: int = 0) -> dict: # steps: 0: as many as the epochs take
     "Stage II on some pairs, resumed where it was stopped."
     from anchor_nb.training.trainer import check_inputs, train
     began = time.perf_counter(), time.process_time()
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
-                    steps=max(20, epochs*len(rows)//16), negatives=1 if all(row["negatives"] for row in rows) else 0,
+                    steps=steps or max(20, epochs*len(rows)//16), negatives=1 if all(row["negatives"] for row in rows) else 0,
                     snapshot_steps=len(rows)//16 if epochs > 1 else 0, seed=seed, save_steps=50)
     with redirect_stdout(sys.stderr):
         inputs = check_inputs(recipe)
@@ -222,22 +235,36 @@ def best_snapshot(run: str, dev: Retrieval, precision: str,
     scores = {step: dev_score(source, dev, precision, known) for step, source in places.items()}
     return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
 
+def pass_minutes(base: str, rows: list) -> float:
+    "Minutes of stage II over some pairs, from steps that are taken: an estimate by the machine's rate was half of it."
+    with tempfile.TemporaryDirectory() as place:
+        run = train_decoder(base, rows[:16*TIMED], 1, Path(place), 0, steps=TIMED)["run"]
+        spent = [row["seconds"] for row in read_lines(Path(run)/"speed.jsonl")]
+    return fmean(spent[1:])*len(rows)/16/60
+
+TIMED = 4 # steps, of which the first does not count
+
+
 # %% ../../nbs/release/09_adapt.ipynb #9d8a8acf
-def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, data: str, runs: Path, asked: bool,
-                 known: dict) -> dict: # known: vectors, for `sit_exam`
-    "Train a decoder as far as the minutes allow; `why` says that it was left out."
+def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # pairs, epochs, seeds; or why
+    "How much of a decoder's training fits into the minutes, measured once; `why` says that it is left out."
+    budget, full, count = SHARE*recipe.minutes, max(pass_minutes(base, rows), 1e-9), len(rows)
+    fit = int(count*min(1, budget/full))
+    if fit < TOO_FEW and not asked:
+        return dict(why=f"{base} was left out: {recipe.minutes:g} minutes are enough for {fit} pairs of {count}, "
+                        f"and it needs some hundreds; give more minutes, or base={base}")
+    epochs = max(1, min(recipe.epochs, int(budget/full)))
+    return dict(pairs=max(fit, min(count, TOO_FEW)), epochs=epochs,
+                seeds=max(1, min(SEEDS, int(budget/full/epochs))))
+
+def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Path, size: dict,
+                 known: dict) -> dict: # size: of `size_step`; known: vectors, for `sit_exam`
+    "Train a decoder as far as was decided."
     from transformers import AutoConfig
     from anchor_nb.training.precision import auto_precision
-    full, _ = decoder_minutes(base, data, len(rows))
-    budget = SHARE*recipe.minutes
-    fit = int(len(rows)*min(1, budget/max(full, 1e-9)))
-    if fit < TOO_FEW and not asked:
-        return dict(why=f"{base} was left out: {recipe.minutes:g} minutes are enough for {fit} pairs of {len(rows)}, "
-                        f"and it needs some hundreds; give more minutes, or base={base}")
-    few = rows[:max(fit, min(len(rows), TOO_FEW))]
-    epochs = max(1, min(recipe.epochs, int(budget/max(full, 1e-9))))
-    trials = {}
-    for seed in range(recipe.seed, recipe.seed + max(1, min(SEEDS, int(budget/max(full, 1e-9)/epochs)))):
+    if "why" in size: return size
+    few, epochs, trials = rows[:size["pairs"]], size["epochs"], {}
+    for seed in range(recipe.seed, recipe.seed + size["seeds"]):
         decides = [base, model_content(base), few, epochs, seed]
         name = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         trials[seed] = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", seed)
@@ -258,12 +285,16 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
     return scores | {len(rows): tuned["dev"]}
 
 # %% ../../nbs/release/09_adapt.ipynb #aa8ef635
+def passages_in(steps: Steps) -> list:
+    "The passages that `read` has cut."
+    return [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
+
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, exam and negatives."
     read = steps.run("read", lambda part: read_step(recipe, part),
                      documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
-                     words=recipe.words)
-    passages = [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
+                     words=recipe.words, readers=readers())
+    passages = passages_in(steps)
     repeats, links = (read_lines(steps.folder("read")/name) for name in ("repeats.jsonl", "links.jsonl"))
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
                                           train_pairs=recipe.train_pairs)
@@ -293,10 +324,11 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval,
             candidates[label] = facts | dict(base=base, library="sentence-transformers",
                                              model=str(steps.folder(name)/"model"))
         else:
-            data = str(steps.folder("mine")/"pairs")
-            make = lambda part: decoder_step(recipe, base, rows, dev, data, Path(recipe.out)/"runs", asked, known)
-            facts = steps.run(name, make, ("mine",), model=[base, model_content(base)], minutes=recipe.minutes,
-                              **common)
+            how = dict(model=[base, model_content(base)], **common)
+            size = steps.run(f"size-{Path(base).name}", lambda part: size_step(recipe, base, rows, asked), ("mine",),
+                             asked=asked, minutes=recipe.minutes, **how)
+            make = lambda part: decoder_step(recipe, base, rows, dev, Path(recipe.out)/"runs", size, known)
+            facts = steps.run(name, make, ("mine",), size=size, **how)
             candidates[label] = facts | dict(base=base, library="anchor_nb")
     return candidates
 
@@ -319,6 +351,8 @@ def without_rankings(sheet: dict) -> dict:
     return {label: {name: value for name, value in system.items() if name != "ranking"}
             for label, system in sheet.items()}
 
+FOLLOWED = 500 # first sentences that are asked
+
 HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training
 
 def choose_step(candidates: dict, dev: Retrieval,
@@ -331,12 +365,39 @@ def choose_step(candidates: dict, dev: Retrieval,
     gains = {label: verdict(sheet, label, HAVE)["low"] for label in scores}
     return dict(scores=scores, gains=gains, chosen=max(gains, key=gains.get))
 
-def exam_step(candidates: dict, exam: Retrieval, chosen: str, known: dict) -> dict:
+def follow_set(passages: list, seed: int) -> Retrieval: # passages: of `Passage`
+    "First sentences as queries for what follows them: a kind of query that no pair is made of."
+    parts = {n: first_sentence(passage.text) for n, passage in enumerate(passages)}
+    whole = [n for n in draw(list(parts), 0, seed) if all(len(part.split()) >= FEWEST["words"] for part in parts[n])]
+    asked, others = whole[:FOLLOWED], whole[FOLLOWED:2*FOLLOWED]
+    return Retrieval("follow", "", {f"d{n}": parts[n][1] for n in sorted([*asked, *others])},
+                     {f"q{n}": parts[n][0] for n in sorted(asked)}, {f"q{n}": {f"d{n}": 1} for n in sorted(asked)})
+
+def harm(candidates: dict, chosen: str, passages: list, seed: int) -> dict: # of `verdict`; {}: too few to tell
+    "Whether a model that learned from made queries has unlearned others, compared with MiniLM as it is."
+    follow, label = follow_set(passages, seed), chosen.removesuffix(" + BM25")
+    if len(follow.queries) < FEWEST["exam"]: return {}
+    systems = systems_of(candidates)
+    sheet = {name: score_one(opened(systems[name]), follow) for name in dict.fromkeys((label, "minilm"))}
+    return verdict(sheet, label, ("minilm",))
+
+def refused(decision: dict, lost: dict) -> dict: # both of `verdict`
+    "The verdict where a gain on made queries was paid with a loss on others."
+    if not (decision["better"] and lost.get("worse")): return decision
+    against, size = decision["against"], f"{-lost['difference']:.1f} points"
+    return decision | dict(better=False, sentence=(
+        f"Not better: keep {against}. On queries made from the documents {decision['delivered']} is ahead by "
+        f"{decision['difference']:.1f} points of nDCG@10, but it has unlearned others: asked with the first sentence of "
+        f"a passage for what follows, it is {size} behind MiniLM as it is (95 % interval {lost['low']:+.1f} to "
+        f"{lost['high']:+.1f}, {lost['queries']} queries)."))
+
+def exam_step(candidates: dict, exam: Retrieval, chosen: str, known: dict,
+              lost: dict) -> dict: # lost: of `harm`, where the queries were made
     "The exam, the verdict and the queries that changed most."
     sheet = sit_exam(exam, systems_of(candidates), known=known)
-    decision = verdict(sheet, chosen, HAVE)
+    decision = refused(verdict(sheet, chosen, HAVE), lost)
     verdicts = {label: verdict(sheet, label, HAVE) for label, facts in candidates.items() if "why" not in facts}
-    return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts,
+    return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts, harm=lost,
                 **widest(sheet, chosen, decision["against"], exam))
 
 # %% ../../nbs/release/09_adapt.ipynb #323d5578
@@ -376,7 +437,7 @@ def parameters_of(model: str) -> int:
     "The weights of a model, by the headers of its files."
     from safetensors import safe_open
     total = 0
-    for path in Path(find_model(model)).glob("*.safetensors"):
+    for path in small_files(find_model(model)).glob("*.safetensors"): # beside them once the model has been used
         with safe_open(path, "np") as held:
             total += sum(math.prod(held.get_slice(name).get_shape()) for name in held.keys())
     return total
@@ -441,6 +502,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     """
     if not recipe.documents:
         raise ValueError("documents is empty; name a folder of texts, or a table")
+    recipe = at_home(recipe)
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs)
     out = Path(recipe.out)
     if (out/"model").exists() and not (out/"steps").exists():
@@ -456,10 +518,13 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     curve = steps.run("curve", lambda part: curve_step(recipe, rows, dev, candidates[f"{MINER} tuned"]),
                       (f"train-{MINER}",)) if recipe.curve else {}
     chosen = steps.run("choose", lambda part: choose_step(candidates, dev, known), names)["chosen"]
-    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, known), ("choose",))
+    made = facts["pairs"]["made"]
+    lost = steps.run("harm", lambda part: harm(candidates, chosen, passages_in(steps), recipe.seed),
+                     ("choose",)) if made else {}
+    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, known, lost), ("choose",), lost=lost)
     notes = notes_of(recipe, facts, candidates)
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
-    made, grown = facts["pairs"]["made"], {int(size): score for size, score in curve.items()}
+    grown = {int(size): score for size, score in curve.items()}
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
                   advice=advice(grown, made, judged["verdict"]) + passed_over(judged, facts["split"]["dev"]),
@@ -489,6 +554,7 @@ def outlook(recipe: Adapt) -> list: # of lines
     "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
     from anchor_nb.training.flops import find_shape
     from anchor_nb.training.precision import cpu_gain
+    recipe = at_home(recipe)
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
     passages, _ = passages_of(documents, recipe.words)
     counted = f"{len(documents):,} documents, {len(passages):,} passages, {len(skipped)} files left out"

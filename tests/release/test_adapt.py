@@ -13,6 +13,7 @@ from anchor_nb.data.documents import passages_of, read_documents
 from anchor_nb.data.retrieval_sets import read_retrieval
 from anchor_nb.evaluation.encoders import Candidate
 from anchor_nb.evaluation.exam import Ranked
+from anchor_nb.inference.own_pairs import match_pairs
 from anchor_nb.release import adapt as module
 from anchor_nb.release.adapt import adapt, outlook
 
@@ -138,6 +139,32 @@ def test_what_is_delivered_is_the_surer_gain(monkeypatch):
     assert module.choose_step(dict(sure=facts, wild=facts), None, {})["chosen"] == "sure"
 
 
+def test_a_gain_on_made_queries_that_unlearns_others_is_refused():
+    decision = dict(better=True, delivered="minilm tuned", against="minilm + BM25", difference=6.6, sentence="Better")
+    worse = dict(worse=True, difference=-5.9, low=-7.9, high=-4.0, queries=453)
+    kept = module.refused(decision, worse)
+    assert not kept["better"] and kept["sentence"].startswith("Not better: keep minilm + BM25.")
+    assert "5.9 points behind" in kept["sentence"]
+    for harmless in ({}, worse | dict(worse=False)): assert module.refused(decision, harmless) == decision
+
+
+def test_what_follows_a_sentence_is_asked_of_whole_passages_only():
+    texts = [f"The old house number {n} stands on the hill. It has a red door and {n} windows." for n in range(700)]
+    passages = [module.Passage(f"d{n}", "", "", text) for n, text in enumerate([*texts, "Too short. Yes.", "x " * 40])]
+    follow = module.follow_set(passages, 0)
+    assert (len(follow.queries), len(follow.corpus)) == (500, 700) and follow == module.follow_set(passages, 0)
+    assert follow.queries["q7" if "q7" in follow.queries else next(iter(follow.queries))].endswith("on the hill.")
+    assert all(text.startswith("It has") for text in follow.corpus.values())
+
+
+def test_a_model_on_the_hub_is_known_by_its_files(monkeypatch):
+    "Its name is no folder here, wherever the hub's files are kept."
+    folder = Path(module.find_model("minilm"))
+    monkeypatch.setattr(module, "find_model", lambda name: "sentence-transformers/all-MiniLM-L6-v2")
+    monkeypatch.setattr(module, "small_files", lambda name: folder)
+    assert module.is_encoder("minilm") and module.parameters_of("minilm") > 2e7
+
+
 def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_epoch(tmp_path):
     from anchor_nb.data.corpora import build_corpus
     from anchor_nb.data.retrieval_sets import subset
@@ -145,10 +172,11 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     folder = build_corpus("toy")
     rows = [row for table in load_pairs(str(folder/"pairs")).values() for row in table][:160]
     dev, sizes = subset(read_retrieval(folder/"eval"), 10, 20), dict(documents="x", epochs=2, minutes=600)
-    facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True, {})
+    size = module.size_step(Adapt(**sizes), "tiny", rows, True)
+    facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, tmp_path/"runs", size, {})
     assert facts["pairs"] == 160 and facts["epochs"] == 2 and facts["steps"] == 20
     assert list(facts["snapshots"]) == [10, 20] and Path(facts["model"]).is_dir() and facts["seeds"] == [0, 1]
-    again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", True, {})
+    again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, tmp_path/"runs", size, {})
     assert again["model"] == facts["model"], "a finished run is not repeated"
     system = dict(score=0.5)
     found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
@@ -157,19 +185,22 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     module.export_step(Adapt(**sizes), tmp_path/"model", facts["model"], found, ["A note."], "tiny tuned + BM25")
     assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
     short = Adapt(**sizes | dict(minutes=1e-6))
-    left_out = module.decoder_step(short, "tiny", rows, dev, str(folder/"pairs"), tmp_path/"runs", False, {})
+    left_out = module.size_step(short, "tiny", rows, False)
     assert "was left out" in left_out["why"]
+    assert module.decoder_step(short, "tiny", rows, dev, tmp_path/"runs", left_out, {}) == left_out
+    assert module.size_step(short, "tiny", rows, True)["pairs"] == 100, "asked for, it is trained"
 
 
 @pytest.mark.parametrize("minutes, seeds", [(100, [5, 6]), (50, [5])])
 def test_the_better_of_two_seeds_is_taken_where_there_is_time_for_two(minutes, seeds, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "decoder_minutes", lambda *_: (10, 0)) # of a pass
+    monkeypatch.setattr(module, "pass_minutes", lambda *_: 10)
     monkeypatch.setattr(module, "dev_score", lambda model, *_: dict(m5=0.2, m6=0.7)[model])
     monkeypatch.setattr(module, "best_snapshot", lambda run, *_: dict(model=run, snapshots={}))
     monkeypatch.setattr(module, "train_decoder", lambda base, rows, epochs, out, seed: dict(
         model=f"m{seed}", run=f"run-{seed}", seconds=1, cpu_seconds=2))
     asked = Adapt(documents="x", minutes=minutes, epochs=3, seed=5)
-    facts = module.decoder_step(asked, "tiny", [{}]*200, None, "pairs", tmp_path, True, {})
+    size = module.size_step(asked, "tiny", [{}]*200, True)
+    facts = module.decoder_step(asked, "tiny", [{}]*200, None, tmp_path, size, {})
     assert (facts["model"], facts["seeds"]) == (f"run-{seeds[-1]}", seeds)
     assert (facts["seconds"], facts["cpu_seconds"]) == (len(seeds), 2*len(seeds))
 
@@ -208,6 +239,38 @@ def test_two_megabytes_of_one_line(tmp_path):
     (tmp_path/"long.txt").write_text("x"*2_000_000)
     passages, _ = passages_of(read_documents(str(tmp_path))[0])
     assert max(map(len, (passage.text for passage in passages))) <= 160*101
+
+
+def test_documents_with_more_queries_than_the_exam_takes(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", name="house1.txt")
+    refused(lambda: adapt(recipe(tmp_path)), "house1.txt alone has 160 of 160", "one a chapter")
+
+
+def test_two_models_of_one_name():
+    refused(lambda: module.bases_of(Adapt(documents="x", base="a/stage2,b/stage2")), "two models are called stage2")
+
+
+def test_a_reader_that_was_installed_since_is_used(tmp_path, quick, monkeypatch):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    adapt(recipe(tmp_path))
+    monkeypatch.setattr(module, "readers", lambda: ["another"])
+    assert "read" in adapt(recipe(tmp_path))["fresh"]
+
+
+def test_rows_without_fields_and_text_that_utf8_cannot_hold(tmp_path):
+    rows = ['{"text": "one two three four \\ud83d"}', "null", '{"text": "five six seven eight"}']
+    (tmp_path/"docs.jsonl").write_text("\n".join(rows))
+    documents, _ = read_documents(str(tmp_path/"docs.jsonl"))
+    assert [document.sections[0][1] for document in documents] == ["one two three four ?", "five six seven eight"]
+    refused(lambda: read_documents(str(tmp_path/"docs.jsonl"), dict(text=["a", "b"])), "one column each")
+
+
+def test_a_short_answer_goes_to_the_passage_that_its_query_asks_for():
+    texts = [f"Paris street {n} is short." for n in range(60)] + [
+        "Another thing to know about trees.", "The capital of France, with many rivers and old towns, is called Paris."]
+    passages = [module.Passage(f"d{n}", "", "", text) for n, text in enumerate(texts)]
+    asked = [dict(query="What is the capital of France?", positives=["Paris"]), dict(query="Trees?", positives=["No"])]
+    assert match_pairs(asked, passages) == ([("What is the capital of France?", 61)], ["Trees?"])
 
 
 def test_duplicates_count_once(tmp_path, quick):

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from anchor_nb.inference.search import Index
 from anchor_nb.models import embedder
 from anchor_nb.models.backbone import compile_layers
 from anchor_nb.models.embedder import AnchorEmbedder
@@ -112,6 +113,16 @@ def test_a_compiled_model_gives_the_same_vectors(monkeypatch):
                            for flag in (False, True))
         for texts in (TEXTS, TEXTS[:1]):
             np.testing.assert_allclose(compiled.encode(texts), plain.encode(texts), atol=1e-6)
+
+
+def test_what_other_engines_cannot_do_is_said(exported, tmp_path):
+    need("onnx")
+    onnx = AnchorEmbedder.from_pretrained(exported, backend="onnx")
+    with pytest.raises(ValueError, match="which normalises as the model"): onnx.encode(TEXTS, normalize_embeddings=False)
+    Index(onnx, TEXTS).save(tmp_path/"index")
+    assert Index.load(onnx, tmp_path/"index").search(TEXTS[0], k=1)[0].id == "0"
+    with pytest.raises(ValueError, match="weights in int8 cannot be saved"):
+        AnchorEmbedder.from_pretrained("tiny", precision="int8", device="cpu").save_pretrained(tmp_path/"int8")
 
 
 def test_the_certificate_notices_another_model(exported):
