@@ -6,7 +6,7 @@
 __all__ = ['adapt', 'outlook']
 
 # %% ../../nbs/release/09_adapt.ipynb #3b899834
-import hashlib, json, math, shutil, sys, tempfile, time
+import hashlib, json, math, random, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -311,6 +311,12 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
         return {name: result["pairs"][name] for name in ("rows", "negatives", "without", "refused")}
     return dict(read=read, pairs=pairs, split=split, mine=steps.run("mine", mined, ("split",)))
 
+def with_negatives(rows: list, pool: list, seed: int) -> list: # pool: texts
+    "Rows for which no negative was found get any text, since trainers use negatives only where every row has one."
+    drawn = random.Random(seed)
+    def some(row): return drawn.choice([text for text in pool if text not in row["positives"]] or [""])
+    return [row if row["negatives"] else row | dict(negatives=list(filter(None, [some(row)]))) for row in rows]
+
 def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval,
             known: dict) -> dict: # label -> facts, with base and library
     "Every candidate."
@@ -416,8 +422,8 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                      f"and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator} found "
                      "their passage again.")
     else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
-    lines.append(f"Trained on {split['train']:,} pairs, {facts['mine']['negatives']:,} mined negatives; chosen on "
-                 f"{split['dev']} queries, judged on {split['exam']}.")
+    lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
+                 f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
     for label, facts in candidates.items():
         if len(facts.get("seeds", [])) > 1:
             lines.append(f"{label} was trained with {len(facts['seeds'])} seeds; the development split chose one.")
@@ -510,7 +516,8 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     for base in bases_of(recipe)[0]: find_model(base)
     steps = Steps(recipe.out)
     facts = prepared(recipe, steps)
-    rows = [row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table]
+    rows = with_negatives([row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table],
+                          [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")], recipe.seed)
     exam, dev = (read_retrieval(steps.folder("split")/name) for name in ("exam", "dev"))
     known = {} # vectors, so that the development split and the exam embed their common passages once
     candidates = trained(recipe, steps, rows, dev, known)
