@@ -2,6 +2,7 @@
 
     python nbs/studies/adapt_runs.py foldoc seed=1 base=minilm,smollm2-135m exam_documents=0
     python nbs/studies/adapt_runs.py wordnet pairs=no seed=0 base=minilm # documents only
+    python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
 
@@ -75,7 +76,7 @@ def main(name, *settings):
     result = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
                          out=str(out), **values))
     for system in result["systems"].values(): system.pop("values", None)
-    kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts")
+    kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts", "harm")
     row = dict(target=name, pairs=own, settings=values, **{field: result[field] for field in kept},
                wall_minutes=round((time.time() - began[0])/60, 1), differences=differences(out),
                cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=result["fresh"],
@@ -149,7 +150,32 @@ def seeds(name, precision, *numbers):
         print(row, flush=True)
 
 
+def negatives(name, rate=1e-4, epochs=3):
+    "MiniLM on a target's pairs without negatives and with mined ones; scores of the exam, and of each epoch before it."
+    from anchor_nb.data.retrieval_sets import read_retrieval
+    from anchor_nb.data.rows import load_pairs
+    from anchor_nb.release.adapt import Steps, prepared, read_lines, with_negatives
+    from anchor_nb.training.encoders import SCORE, evaluator_of, fit, opened
+    root = Path("runs/adapt")/name/"own"
+    target(name, root, True)
+    steps = Steps(root/"negatives")
+    prepared(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl"), out=str(steps.out),
+                   exam_documents=0), steps)
+    mined = [row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table]
+    pool = [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")]
+    dev, exam = (evaluator_of(read_retrieval(steps.folder("split")/part)) for part in ("dev", "exam"))
+    for kind, rows in dict(none=[row | dict(negatives=[]) for row in mined],
+                           mined=with_negatives(mined, pool, 0)).items():
+        encoder = opened("minilm", 256)
+        scores = fit(encoder, rows, dev, rate, epochs, 32, 0)
+        row = dict(target=name, negatives=kind, rate=rate, pairs=len(rows), epochs=scores,
+                   exam=round(float(exam(encoder)[SCORE]), 4), code=code_version())
+        with open("nbs/results/adapt/negatives.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
     elif sys.argv[1] == "halves": halves()
+    elif sys.argv[1] == "negatives": negatives(sys.argv[2])
     else: main(*sys.argv[1:])
