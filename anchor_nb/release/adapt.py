@@ -208,7 +208,7 @@ def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int,
     began = time.perf_counter(), time.process_time()
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
-                    steps=steps or max(20, epochs*len(rows)//16), negatives=1 if all(row["negatives"] for row in rows) else 0,
+                    steps=steps or max(20, epochs*len(rows)//16), negatives=int(all(row["negatives"] for row in rows)),
                     snapshot_steps=len(rows)//16 if epochs > 1 else 0, seed=seed, save_steps=50)
     with redirect_stdout(sys.stderr):
         inputs = check_inputs(recipe)
@@ -357,19 +357,8 @@ def without_rankings(sheet: dict) -> dict:
     return {label: {name: value for name, value in system.items() if name != "ranking"}
             for label, system in sheet.items()}
 
+# %% ../../nbs/release/09_adapt.ipynb #cad7439b
 FOLLOWED = 500 # first sentences that are asked
-
-HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training
-
-def choose_step(candidates: dict, dev: Retrieval,
-                known: dict) -> dict: # scores: label -> nDCG@10; gains: label -> at least, in points; chosen: a label
-    "The development split decides which candidate is delivered, and whether together with BM25."
-    systems = {label: candidate for label, candidate in systems_of(candidates).items()
-               if label in HAVE or label in candidates}
-    sheet = sit_exam(dev, systems, known=known)
-    scores = {label: system["score"] for label, system in sheet.items() if label not in HAVE}
-    gains = {label: verdict(sheet, label, HAVE)["low"] for label in scores}
-    return dict(scores=scores, gains=gains, chosen=max(gains, key=gains.get))
 
 def follow_set(passages: list, seed: int) -> Retrieval: # passages: of `Passage`
     "First sentences as queries for what follows them: a kind of query that no pair is made of."
@@ -393,9 +382,22 @@ def refused(decision: dict, lost: dict) -> dict: # both of `verdict`
     against, size = decision["against"], f"{-lost['difference']:.1f} points"
     return decision | dict(better=False, sentence=(
         f"Not better: keep {against}. On queries made from the documents {decision['delivered']} is ahead by "
-        f"{decision['difference']:.1f} points of nDCG@10, but it has unlearned others: asked with the first sentence of "
-        f"a passage for what follows, it is {size} behind MiniLM as it is (95 % interval {lost['low']:+.1f} to "
+        f"{decision['difference']:.1f} points of nDCG@10, but it has unlearned others: asked with the first sentence "
+        f"of a passage for what follows, it is {size} behind MiniLM as it is (95 % interval {lost['low']:+.1f} to "
         f"{lost['high']:+.1f}, {lost['queries']} queries)."))
+
+# %% ../../nbs/release/09_adapt.ipynb #de9edf6d
+HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training
+
+def choose_step(candidates: dict, dev: Retrieval,
+                known: dict) -> dict: # scores: label -> nDCG@10; gains: label -> at least, in points; chosen: a label
+    "The development split decides which candidate is delivered, and whether together with BM25."
+    systems = {label: candidate for label, candidate in systems_of(candidates).items()
+               if label in HAVE or label in candidates}
+    sheet = sit_exam(dev, systems, known=known)
+    scores = {label: system["score"] for label, system in sheet.items() if label not in HAVE}
+    gains = {label: verdict(sheet, label, HAVE)["low"] for label in scores}
+    return dict(scores=scores, gains=gains, chosen=max(gains, key=gains.get))
 
 def exam_step(candidates: dict, exam: Retrieval, chosen: str, known: dict,
               lost: dict) -> dict: # lost: of `harm`, where the queries were made

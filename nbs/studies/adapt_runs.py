@@ -170,7 +170,8 @@ def negatives(name, rate=1e-4, epochs=3):
         scores = fit(encoder, rows, dev, rate, epochs, 32, 0)
         row = dict(target=name, negatives=kind, rate=rate, pairs=len(rows), epochs=scores,
                    exam=round(float(exam(encoder)[SCORE]), 4), code=code_version())
-        with open("nbs/results/adapt/negatives.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+        with open("nbs/results/adapt/negatives.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
 
