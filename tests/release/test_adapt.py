@@ -148,6 +148,13 @@ def test_a_gain_on_made_queries_that_unlearns_others_is_refused():
     for harmless in ({}, worse | dict(worse=False)): assert module.refused(decision, harmless) == decision
 
 
+def test_a_row_without_a_mined_negative_gets_any_text_but_its_own():
+    rows = [dict(positives=["a"], negatives=["b"]), dict(positives=["c"], negatives=[])]
+    first, second = module.with_negatives(rows, ["c", "d"], 0)
+    assert first is rows[0] and second["negatives"] == ["d"]
+    assert module.with_negatives(rows[1:], ["c"], 0)[0]["negatives"] == [], "there is no other"
+
+
 def test_what_follows_a_sentence_is_asked_of_whole_passages_only():
     texts = [f"The old house number {n} stands on the hill. It has a red door and {n} windows." for n in range(700)]
     passages = [module.Passage(f"d{n}", "", "", text) for n, text in enumerate([*texts, "Too short. Yes.", "x " * 40])]
