@@ -532,6 +532,10 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
                      ("choose",)) if made else {}
     judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, known, lost), ("choose",), lost=lost)
     notes = notes_of(recipe, facts, candidates)
+    if lost:
+        span = f"{lost['low']:+.1f} to {lost['high']:+.1f}"
+        notes.append(f"Asked with the first sentence of a passage for what follows, {lost['delivered']} is "
+                     f"{lost['difference']:+.1f} points from MiniLM as it is ({span}).")
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
     grown = {int(size): score for size, score in curve.items()}
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
