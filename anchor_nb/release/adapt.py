@@ -236,7 +236,7 @@ def best_snapshot(run: str, dev: Retrieval, precision: str,
     return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
 
 def pass_minutes(base: str, rows: list) -> float:
-    "Minutes of stage II over some pairs, from steps that are taken: an estimate by the machine's rate was half of it."
+    "Minutes of stage II over some pairs, from a few steps that are taken; the plan's estimate was off by two."
     with tempfile.TemporaryDirectory() as place:
         run = train_decoder(base, rows[:16*TIMED], 1, Path(place), 0, steps=TIMED)["run"]
         spent = [row["seconds"] for row in read_lines(Path(run)/"speed.jsonl")]
