@@ -139,13 +139,16 @@ def test_what_is_delivered_is_the_surer_gain(monkeypatch):
     assert module.choose_step(dict(sure=facts, wild=facts), None, {})["chosen"] == "sure"
 
 
-def test_a_gain_on_made_queries_that_unlearns_others_is_refused():
+def test_a_gain_on_made_queries_counts_only_where_an_unseen_kind_gains_too():
     decision = dict(better=True, delivered="minilm tuned", against="minilm + BM25", difference=6.6, sentence="Better")
-    worse = dict(worse=True, difference=-5.9, low=-7.9, high=-4.0, queries=453)
-    kept = module.refused(decision, worse)
-    assert not kept["better"] and kept["sentence"].startswith("Not better: keep minilm + BM25.")
-    assert "5.9 points behind" in kept["sentence"]
-    for harmless in ({}, worse | dict(worse=False)): assert module.refused(decision, harmless) == decision
+    unseen = dict(better=False, difference=-0.9, low=-3.1, high=1.2, queries=500)
+    held = module.held_back(decision, unseen)
+    assert not held["better"] and held["sentence"].startswith("Not shown to be better: keep minilm + BM25.")
+    assert "-0.9 points from MiniLM" in held["sentence"]
+    assert not module.held_back(decision, {})["better"], "nor where it could not be asked"
+    assert module.held_back(decision, unseen | dict(better=True)) == decision
+    no = decision | dict(better=False)
+    assert module.held_back(no, unseen) == no
 
 
 def test_a_row_without_a_mined_negative_gets_any_text_but_its_own():
