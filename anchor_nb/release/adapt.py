@@ -315,7 +315,8 @@ def with_negatives(rows: list, pool: list, seed: int) -> list: # pool: texts
     "Rows for which no negative was found get any text, since trainers use negatives only where every row has one."
     drawn = random.Random(seed)
     def some(row): return drawn.choice([text for text in pool if text not in row["positives"]] or [""])
-    return [row if row["negatives"] else row | dict(negatives=list(filter(None, [some(row)]))) for row in rows]
+    bare = [row | dict(positive_scores=[], negative_scores=[]) for row in rows] # a drawn text has none
+    return [row if row["negatives"] else row | dict(negatives=list(filter(None, [some(row)]))) for row in bare]
 
 def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval,
             known: dict) -> dict: # label -> facts, with base and library

@@ -11,6 +11,8 @@ from anchor_nb.cli.main import app
 from anchor_nb.core.recipe import Adapt
 from anchor_nb.data.documents import passages_of, read_documents
 from anchor_nb.data.retrieval_sets import read_retrieval
+from anchor_nb.data.rows import load_pairs
+from anchor_nb.data.writers import write_pairs
 from anchor_nb.evaluation.encoders import Candidate
 from anchor_nb.evaluation.exam import Ranked
 from anchor_nb.inference.own_pairs import match_pairs
@@ -151,11 +153,16 @@ def test_a_gain_on_made_queries_counts_only_where_an_unseen_kind_gains_too():
     assert module.held_back(no, unseen) == no
 
 
-def test_a_row_without_a_mined_negative_gets_any_text_but_its_own():
-    rows = [dict(positives=["a"], negatives=["b"]), dict(positives=["c"], negatives=[])]
+def test_a_row_without_a_mined_negative_gets_any_text_but_its_own(tmp_path):
+    row = lambda text, negatives: dict(query=f"what is {text}", positives=[text], negatives=negatives,
+                                       positive_scores=[0.5], negative_scores=[0.25]*len(negatives))
+    rows = [row("a", ["b"]), row("c", [])]
     first, second = module.with_negatives(rows, ["c", "d"], 0)
-    assert first is rows[0] and second["negatives"] == ["d"]
+    assert first["negatives"] == ["b"] and second["negatives"] == ["d"]
     assert module.with_negatives(rows[1:], ["c"], 0)[0]["negatives"] == [], "there is no other"
+    write_pairs(tmp_path, "pairs", [first, second])
+    table, = load_pairs(str(tmp_path)).values()
+    assert [row["negatives"] for row in table] == [["b"], ["d"]], "stage II can read them"
 
 
 def test_what_follows_a_sentence_is_asked_of_whole_passages_only():
