@@ -4,8 +4,8 @@
     python nbs/paper/again.py tune village          # rate and temperature of stage II, each arm alike
     python nbs/paper/again.py run village           # 0.1 M weights
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
-    python nbs/paper/again.py run smollm2           # 135 M, the same pairs
-    python nbs/paper/again.py all smollm2 --jobs 0  # tunes and runs, as many side by side as fit one GPU
+    python nbs/paper/again.py run smollm2           # 135 M, the same pairs; 90 minutes a seed on one core
+    python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit one GPU
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
 """
@@ -44,15 +44,20 @@ WORDNET = dict(data="wordnet", stage1=dict(steps=600, global_batch=16, learning_
                                            max_length=64, carry_pairs=64, carry_steps=100, **KEPT_APART),
                stage2=dict(steps=150, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
                            snapshot_steps=75, save_steps=0))
+SMOLLM2 = dict(data="wordnet", model="smollm2-135m", warm=40) # steps of bags before; see nbs/results/carry/gates.py
 RUNGS = dict(
     dry=dict(VILLAGE, model="tiny", stage1=VILLAGE["stage1"] | dict(steps=4), stage2=VILLAGE["stage2"] | dict(
         steps=4, snapshot_steps=2)),
     village=dict(VILLAGE, model="tiny"),
     small=dict(WORDNET, model=str(ROOT/"small-lm")),
-    smollm2=dict(WORDNET, model="smollm2-135m", warm=40, # steps of bags before; see nbs/results/carry/gates.py
-                 stage1=WORDNET["stage1"] | dict(learning_rate=3e-4, steps=250, global_batch=64, warmup_steps=20,
-                                                 carry_steps=125, **LARGE),
-                 stage2=WORDNET["stage2"] | dict(steps=200, global_batch=64, snapshot_steps=100, **LARGE)))
+    smollm2=dict(SMOLLM2, scored="int8", grid=dict(learning_rate=(5e-4, 1e-3, 2e-3), temperature=(0.05,)),
+                 stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=100, warmup_steps=10, carry_pairs=0,
+                                                 save_steps=50),
+                 stage2=WORDNET["stage2"] | dict(steps=150, global_batch=16, snapshot_steps=150, save_steps=75)),
+    gpu=dict(SMOLLM2,
+             stage1=WORDNET["stage1"] | dict(learning_rate=3e-4, steps=250, global_batch=64, warmup_steps=20,
+                                             carry_steps=125, **LARGE),
+             stage2=WORDNET["stage2"] | dict(steps=200, global_batch=64, snapshot_steps=100, **LARGE)))
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None) # own pairs, strangers, no stage I
 
 
@@ -129,7 +134,8 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     plan, (pairs, out, asked, documents) = RUNGS[rung], data
     place, about = ROOT/rung/f"{arm}-{seed}", dict(rung=rung, arm=arm, seed=seed)
     model, facts = first_stage(rung, arm, seed, pairs)
-    if facts:
+    there = lambda name, **more: any((about | more).items() <= row.items() for row in rows_of(kept/name))
+    if facts and not there("again-carried.jsonl"): # it is where a run was stopped later than that
         seconds = sum(row["seconds"] for row in rows_of(place/"stage1/speed.jsonl"))
         for row in rows_of(place/"stage1/carried.jsonl"): keep("again-curves.jsonl", about | row, kept)
         keep("again-carried.jsonl", about | dict(
@@ -139,8 +145,10 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed, **second))
     last = plan["stage2"]["steps"]
     for step in range(plan["stage2"]["snapshot_steps"], last + 1, plan["stage2"]["snapshot_steps"]):
+        if there("again.jsonl", step=step): continue
         source = place/"stage2" if step == last else place/f"stage2/snapshots/step-{step}"
-        each = ndcg(AnchorEmbedder.from_pretrained(str(source)), asked, documents)
+        model = AnchorEmbedder.from_pretrained(str(source), precision=plan.get("scored", "auto"))
+        each = ndcg(model, asked, documents)
         keep("again.jsonl", about | dict(step=step, ndcg_at_10=round(float(each.mean()), 3), queries=len(asked),
                                          documents=len(documents)), kept)
     shutil.rmtree(place/"bags", ignore_errors=True)
@@ -175,12 +183,13 @@ def fitting():
 def tune_one(rung, data, kept, arm, *values):
     "One rate and temperature of stage II."
     from anchor_nb import AnchorEmbedder, Stage2, train
-    settings = dict(zip(GRID, values))
+    settings, half = dict(zip(GRID, values)), RUNGS[rung]["stage2"]["steps"]//2
     place = ROOT/rung/f"{arm}-0"/"-".join(f"{value:g}" for value in values)
     train(Stage2(model=first_stage(rung, arm, 0, data[0])[0], data=str(data[0]), out=str(place), seed=0,
-                 **COMMON | RUNGS[rung]["stage2"] | dict(snapshot_steps=0) | settings))
-    score = ndcg(AnchorEmbedder.from_pretrained(str(place)), *data[2:]).mean()
-    keep("again-tuning.jsonl", dict(rung=rung, arm=arm, **settings, ndcg_at_10=round(float(score), 3)), kept)
+                 **COMMON | RUNGS[rung]["stage2"] | dict(snapshot_steps=half) | settings))
+    score = lambda folder: round(float(ndcg(AnchorEmbedder.from_pretrained(str(folder)), *data[2:]).mean()), 3)
+    keep("again-tuning.jsonl", dict(rung=rung, arm=arm, **settings, ndcg_at_10=score(place),
+                                    half_way=score(place/f"snapshots/step-{half}")), kept)
 
 
 def tune(rung, arms="ASW", kept=KEPT, jobs=1):
@@ -189,7 +198,8 @@ def tune(rung, arms="ASW", kept=KEPT, jobs=1):
     side_by_side(partial(first_stage, rung), [(arm, 0, data[0]) for arm in arms], jobs)
     done = {tuple(row[name] for name in ("arm", *GRID)) for row in rows_of(kept/"again-tuning.jsonl")
             if row["rung"] == rung}
-    todo = [one for one in product(arms, *GRID.values()) if one not in done]
+    grid = RUNGS[rung].get("grid", GRID)
+    todo = [one for one in product(arms, *grid.values()) if one not in done]
     side_by_side(partial(tune_one, rung, data, kept), todo, jobs)
 
 

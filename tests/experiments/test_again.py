@@ -1,4 +1,5 @@
 """The analysis of nbs/paper/again.py beside naive references, and its runs end to end on a random model."""
+import json
 import sys
 from itertools import combinations, product
 from pathlib import Path
@@ -83,3 +84,8 @@ def test_the_plan_runs_from_one_command_and_a_second_time_does_nothing(tmp_path)
     assert len(carried) == 2 and not any(map(again.carries, carried))
     assert warm.run(command, cwd=tmp_path, capture_output=True).returncode == 0
     assert again.rows_of(kept/"again.jsonl") == rows
+    stopped = [row for row in rows if (row["arm"], row["step"]) != ("S", 4)]
+    (kept/"again.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stopped), encoding="utf-8")
+    assert warm.run(command, cwd=tmp_path, capture_output=True).returncode == 0
+    assert again.rows_of(kept/"again.jsonl") == [*stopped, rows[3]] and rows[3]["arm"] == "S"
+    assert again.rows_of(kept/"again-carried.jsonl") == carried, "what was known is not written twice"
