@@ -6,11 +6,14 @@
 __all__ = ['write_text', 'seal', 'damage', 'check_whole', 'replace_folder', 'scratch', 'new_folder', 'keep_apart', 'saving']
 
 # %% ../../nbs/core/03_files.ipynb #18048d5d
-import errno, fcntl, json, os, re, secrets, shutil
+import errno, json, os, re, secrets, shutil
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
+try: import fcntl
+except ImportError:
+    raise ImportError("anchor_nb runs on Linux and macOS; on Windows, use it in WSL") from None
 
 # %% ../../nbs/core/03_files.ipynb #dead10f6
 def draft_of(path: Path) -> Path: # in the same folder, hidden
