@@ -6,8 +6,10 @@
 __all__ = ['heading_pairs', 'link_pairs', 'ask', 'found_again']
 
 # %% ../../nbs/inference/05_questions.ipynb #7a3a0b06
-import json, posixpath, re, urllib.request
+import json, os, posixpath, re, time, urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
 import numpy as np
 import torch
@@ -86,20 +88,35 @@ def first_question(text: str) -> str: # empty: none
         if "?" in line and 3 <= len(asked.split()) <= 30: return asked + "?"
     return ""
 
-def by_address(texts: list, address: str, model: str) -> list: # of answers
-    "Ask a server, one text at a time; ValueError when it does not answer."
-    answers = []
-    for text in texts:
-        asked = dict(role="user", content=PROMPT.format(text=text))
-        body = dict(model=model, max_tokens=48, temperature=0, messages=[asked])
-        request = urllib.request.Request(f"{address.rstrip('/')}/chat/completions", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
+AT_ONCE, WAITS = 8, (1, 5, 0) # requests; seconds after a refusal, and no fourth try; ours
+
+def answer_of(text: str, address: str, model: str) -> str: # "": the model wrote nothing
+    "Ask a server about one text, again where it is busy; OPENAI_API_KEY is sent where it is set."
+    asked = dict(role="user", content=PROMPT.format(text=text))
+    body = dict(model=model, max_tokens=48, temperature=0, messages=[asked])
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"{address.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+    for wait in WAITS:
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
-                answers.append(json.load(reply)["choices"][0]["message"]["content"] or "")
-        except (OSError, ValueError, LookupError) as error:
-            raise ValueError(f"generator={address} gave no answer ({error}); start the server, or name a "
-                             "model") from None
+                return json.load(reply)["choices"][0]["message"]["content"] or ""
+        except HTTPError as error:
+            if not wait or error.code not in (429, 500, 502, 503): raise
+            time.sleep(wait)
+
+def by_address(texts: list, address: str, model: str) -> list: # of answers, in the order of the texts
+    "Ask a server, several texts at a time; ValueError when it does not answer."
+    answers = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for answer in pool.map(lambda text: answer_of(text, address, model), texts):
+                answers.append(answer)
+                if len(answers) % 100 == 0: announce(f"questions: {len(answers)} of {len(texts)}")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            pool.shutdown(cancel_futures=True)
+            raise ValueError(f"generator={address} gave no answer ({error}); start the server, set OPENAI_API_KEY if "
+                             "it wants a key, or name a model") from None
     return answers
 
 # %% ../../nbs/inference/05_questions.ipynb #24d8a8e3
