@@ -37,7 +37,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 9 # raised when a step comes to make something else of the same inputs
+MADE = 8 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -433,10 +433,6 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
     for label, facts in candidates.items():
         if len(facts.get("seeds", [])) > 1:
             lines.append(f"{label} was trained with {len(facts['seeds'])} seeds; the development split chose one.")
-        shares = facts.get("shares") or {"1.0": 0}
-        if (share := float(max(shares, key=shares.get))) < 1:
-            lines.append(f"{label} has weights {100*share:.0f} % of the way from those as they were to the tuned ones, "
-                         "which the development split preferred.")
         if facts.get("precision") == "bf16":
             lines.append(f"{label} was examined with weights in bf16, which is faster on this machine.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
@@ -595,7 +591,7 @@ def outlook(recipe: Adapt) -> list: # of lines
     lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
     searched = minutes/6*min(len(passages), recipe.exam_documents or len(passages)) # by MiniLM, of one part
     lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
-                             minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched,
+                             minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (4 + recipe.epochs)*searched,
                              16*23e6))
     systems = 2.0 # passes over the passages, in units of MiniLM: as it is and tuned
     for base in bases_of(recipe)[0]:

@@ -65,24 +65,6 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
     if judge and max(scores.values()) == scores[0]: encoder.load_state_dict(before)
     return {epoch: round(float(score), 4) for epoch, score in scores.items()}
 
-# %% ../../nbs/training/11_encoders.ipynb #b2850566
-SHARES = (0.5, 0.75) # ours: of the way from the weights as they were to the tuned ones
-
-def between(before: dict, after: dict, share: float) -> dict: # state dicts; share: 0 is before, 1 is after
-    "Averaged weights; what is no floating point is as after."
-    return {name: before[name].lerp(tensor, share) if tensor.is_floating_point() else tensor
-            for name, tensor in after.items()}
-
-def step_back(encoder, before: dict, judge, tuned: float) -> dict: # tuned: its score; -> share -> score
-    "Leave the encoder at the share of the way that scores best."
-    after = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-    at, scores = lambda share: encoder.load_state_dict(between(before, after, share)), {1.0: tuned}
-    for share in SHARES:
-        at(share)
-        scores[share] = judge(encoder)[SCORE]
-    at(max(scores, key=scores.get))
-    return {share: round(float(score), 4) for share, score in scores.items()}
-
 # %% ../../nbs/training/11_encoders.ipynb #ae8f2a74
 RATES = (2e-5, 1e-4, 3e-4) # ours: around sentence-transformers' 5e-5, and what small models on few pairs take
 SEARCHED = 192             # pairs
@@ -107,21 +89,18 @@ def tune_encoder(model: str,       # a sentence-transformers folder, hub id or s
                  rate: float = 0.0, # 0: from a short search
                  batch: int = 32,  # pairs of a step; the other ones' documents are negatives
                  max_length: int = 256, # tokens of a text; what all-MiniLM takes
-                 seed: int = 0) -> dict: # rates, epochs, shares: score of each; rate, dev, seconds
-    "Train an encoder on pairs and save the best of its epochs, or part of the way to it; ValueError for too few pairs."
+                 seed: int = 0) -> dict: # rates, rate, epochs: score of each, dev, seconds
+    "Train an encoder on pairs and save the best of its epochs; ValueError for too few pairs."
     if len(rows) < 8:
         raise ValueError(f"{len(rows)} pairs are too few to train on; give at least 8, better some hundreds")
     began = time.perf_counter(), time.process_time()
     rates = {} if rate else search_rate(model, rows, dev, batch=batch, max_length=max_length, seed=seed)
-    encoder, judge, rate = opened(model, max_length), evaluator_of(dev), rate or max(rates, key=rates.get)
-    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-    scores = fit(encoder, rows, judge, rate, epochs, batch, seed)
-    shares = step_back(encoder, before, judge, max(scores.values())) if max(scores.values()) > scores[0] else {}
-    best = max([*scores.values(), *shares.values()])
-    announce(f"{Path(model).name}: nDCG@10 {100*scores[0]:.1f} as it is, {100*best:.1f} tuned, on the development "
-             "split")
+    encoder = opened(model, max_length)
+    scores = fit(encoder, rows, evaluator_of(dev), rate or max(rates, key=rates.get), epochs, batch, seed)
+    announce(f"{Path(model).name}: nDCG@10 {100*scores[0]:.1f} as it is, {100*max(scores.values()):.1f} tuned, on the "
+             "development split")
     facts = dict(model=str(model), pairs=len(rows), rates={f"{key:g}": value for key, value in rates.items()},
-                 rate=rate, epochs=scores, shares=shares, dev=best, batch=batch,
+                 rate=rate or max(rates, key=rates.get), epochs=scores, dev=max(scores.values()), batch=batch,
                  max_length=encoder.max_seq_length, seed=seed, seconds=round(time.perf_counter() - began[0], 1),
                  cpu_seconds=round(time.process_time() - began[1], 1))
     with new_folder(Path(out)) as folder, without_bars():
