@@ -102,7 +102,8 @@ def answer_of(text: str, address: str, model: str) -> str: # "": the model wrote
             with urllib.request.urlopen(request, timeout=120) as reply:
                 return json.load(reply)["choices"][0]["message"]["content"] or ""
         except HTTPError as error:
-            if not wait or error.code not in (429, 500, 502, 503): raise
+            if not wait or error.code not in (429, 500, 502, 503):
+                raise
             time.sleep(wait)
 
 def by_address(texts: list, address: str, model: str) -> list: # of answers, in the order of the texts
