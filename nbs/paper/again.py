@@ -50,7 +50,7 @@ RUNGS = dict(
         steps=4, snapshot_steps=2)),
     village=dict(VILLAGE, model="tiny"),
     small=dict(WORDNET, model=str(ROOT/"small-lm")),
-    smollm2=dict(SMOLLM2, scored="int8", grid=dict(learning_rate=(5e-4, 1e-3, 2e-3), temperature=(0.05,)),
+    smollm2=dict(SMOLLM2, scored="int8", grid=dict(learning_rate=(2e-4, 5e-4, 1e-3), temperature=(0.05,)),
                  stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=100, warmup_steps=10, carry_pairs=0,
                                                  save_steps=50),
                  stage2=WORDNET["stage2"] | dict(steps=150, global_batch=16, snapshot_steps=150, save_steps=75)),
