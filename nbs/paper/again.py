@@ -4,7 +4,7 @@
     python nbs/paper/again.py tune village          # rate and temperature of stage II, each arm alike
     python nbs/paper/again.py run village           # 0.1 M weights
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
-    python nbs/paper/again.py run smollm2           # 135 M, the same pairs; 90 minutes a seed on one core
+    python nbs/paper/again.py run smollm2           # 135 M, the same pairs
     python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit one GPU
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
