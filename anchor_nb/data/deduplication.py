@@ -6,13 +6,15 @@
 __all__ = ['dedup_pairs']
 
 # %% ../../nbs/data/07_deduplication.ipynb #ab2e4a34
-import hashlib, json, math, re, unicodedata
-from collections import Counter, defaultdict
+import hashlib, json, re, tempfile, unicodedata
+from collections import Counter
+from itertools import chain, islice
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
-import numpy as np
+from .. import __version__
 from ..core.files import keep_apart, new_folder, write_text
 from .rows import load_pairs
+from .tables import content_hash, find_sources
 from .writers import check_target, ending, write_pairs
 from .retrieval_sets import read_retrieval, relevant, split_off
 
@@ -23,6 +25,7 @@ LONG = 8 # runs, ours: a text of ten words or more that is contained in another 
 
 def plain(text: str) -> str:
     "A text in NFKC, without case, and with one space for every run of white space."
+    if text.isascii(): return " ".join(text.lower().split())
     nfkc = lambda text: unicodedata.normalize("NFKC", text)
     return " ".join(nfkc(nfkc(text).casefold()).split())
 
@@ -32,95 +35,172 @@ def word_runs(text: str, width: int = 3) -> set: # of tuples of `width` words; o
     return {tuple(words[n:n + width]) for n in range(max(1, len(words) - width + 1))}
 
 # %% ../../nbs/data/07_deduplication.ipynb #242ce0ca
-def runs_of(text: str, part: str = "") -> np.ndarray: # [runs] int64, ascending, unique
-    "The runs of a text as hashes; those of different parts of a row never match."
-    return np.unique(np.fromiter((hash((part, *run)) for run in word_runs(text)), np.int64))
-
-def common(a: np.ndarray, b: np.ndarray) -> int:
-    "How many runs two texts share."
-    return len(np.intersect1d(a, b, assume_unique=True))
-
-def alike(a: np.ndarray, b: np.ndarray) -> float: # in [0, 1]
+def alike(a: set, b: set) -> float: # in [0, 1]
     "J: the shared part of all runs of two texts."
-    shared = common(a, b)
-    return shared/(len(a) + len(b) - shared)
+    return len(a & b)/len(a | b)
 
 # %% ../../nbs/data/07_deduplication.ipynb #10001f1a
-def seen_part(test: np.ndarray, train: np.ndarray) -> float: # in [0, 1]
+def seen_part(test: set, train: set) -> float: # in [0, 1]
     "How much of a test text a training text contains: C, or J where the test text is short."
-    return common(test, train)/len(test) if len(test) >= LONG else alike(test, train)
+    return len(test & train)/len(test) if len(test) >= LONG else alike(test, train)
 
 # %% ../../nbs/data/07_deduplication.ipynb #381baad9
-CELLS = 2**22 # counters; 16 MB
+BATCH = 10_000 # rows that Python holds at a time
 
-def tally(texts: Iterable) -> np.ndarray: # texts: arrays of runs; -> [CELLS]
-    "How often runs occur."
-    counts = np.zeros(CELLS, np.uint32)
-    for runs in texts: counts[runs % CELLS] += 1
-    return counts
+def database(path="", # empty: in memory and in a temporary folder
+             memory: str = "2GB", # ours; DuckDB writes to disk what exceeds it
+             threads: int = 0,    # 0: one for each core
+            ): # -> a connection
+    "A database to match texts in."
+    import duckdb
+    settings = dict(memory_limit=memory, preserve_insertion_order=False)
+    if threads: settings["threads"] = threads
+    if not path: settings["temp_directory"] = tempfile.gettempdir()
+    try: return duckdb.connect(str(path or ":memory:"), config=settings)
+    except duckdb.IOException as error:
+        raise OSError(f"{path} is in use: {error}; wait for the other process, or choose another out") from None
+
+def rows_of(db, query: str) -> list: # of tuples
+    "What a query finds."
+    return db.execute(query).fetchall()
+
+def once(db, table: str, query: str):
+    "Make a table, unless it is there."
+    if not rows_of(db, f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{table}'"):
+        db.execute(f"CREATE TABLE {table} AS {query}")
+
+def feed(db, name: str, rows: Iterable, kinds: dict): # rows: tuples; kinds: column -> Arrow's type
+    "Rows of Python as a table that can be read once, `BATCH` of them in memory at a time."
+    import pyarrow as pa
+    rows, schema = iter(rows), pa.schema({name: getattr(pa, kind)() for name, kind in kinds.items()})
+    def batches():
+        while part := list(islice(rows, BATCH)): yield pa.record_batch(list(zip(*part)), schema)
+    db.register(name, pa.RecordBatchReader.from_batches(schema, batches()))
 
 # %% ../../nbs/data/07_deduplication.ipynb #d3ec7d89
-class Index:
-    "Texts by their rarest runs."
-    def __init__(self, counts: np.ndarray, # of `tally`
-                 threshold: float):        # the part of a text's runs that must be shared
-        self.counts, self.threshold, self.by_run = counts, threshold, defaultdict(list)
+WORD = r"[\p{L}\p{N}_]"
 
-    def rarest(self, runs: np.ndarray) -> list:
-        "The runs of which any text that shares enough must share at least one."
-        order = np.lexsort((runs, self.counts[runs % CELLS]))
-        return runs[order][:len(runs) - math.ceil(self.threshold*len(runs) - 1e-9) + 1].tolist()
+def runs_of(texts: str) -> str: # a query for owner, part and text, which is `plain`; -> for owner, part and runs
+    "The query for the runs of texts, as hashes of eight bytes; those of different parts of a row never match."
+    words = f"""regexp_extract_all(regexp_replace(text, '({WORD})\\s*[.,;:!?]+(\\s|$)', '\\1\\2', 'g'),
+                                   '{WORD}+|[^\\p{{L}}\\p{{N}}_\\s]')"""
+    return f"""SELECT owner, part, list_distinct(list_transform(range(1, greatest(2, len(w) - 1)),
+                                   lambda k: hash(part, w[k], w[k + 1], w[k + 2]))) AS runs
+               FROM (SELECT owner, part, list_transform({words}, lambda word: hash(word)) AS w FROM ({texts}))"""
 
-    def add(self, number, runs: np.ndarray):
-        for run in self.rarest(runs): self.by_run[run].append(number)
+# %% ../../nbs/data/07_deduplication.ipynb #fc34f677
+CELLS = 2**22 # counters
 
-    def touched(self, runs: Iterable) -> list: # of numbers, unique: run by run, those of one run in order of `add`
-        "Texts that have one of these among their rarest runs."
-        return list(dict.fromkeys(number for run in runs for number in self.by_run.get(run, ())))
+def rarest(db, table: str, sets: str, threshold: float): # owner, run, its place, size and size of part 0
+    "The runs of which any text that shares enough must share at least one."
+    once(db, f"{table}_cells", f"""SELECT run % {CELLS} AS cell, count(*) AS n
+        FROM (SELECT unnest(runs) AS run FROM {sets}) GROUP BY ALL""")
+    once(db, table, f"""SELECT owner, run, place::INTEGER AS place, size::INTEGER AS size, first::INTEGER AS first
+        FROM (SELECT owner, run, row_number() OVER (PARTITION BY owner ORDER BY n, run) - 1 AS place
+              FROM (SELECT owner, unnest(runs) AS run FROM {sets}) JOIN {table}_cells ON cell = run % {CELLS})
+        JOIN (SELECT owner, sum(len(runs)) AS size, sum(len(runs)) FILTER (part = 0) AS first FROM {sets} GROUP BY owner)
+        USING (owner) WHERE place <= size - ceil({threshold}::DOUBLE*size - 1e-9)""")
+
+# %% ../../nbs/data/07_deduplication.ipynb #1d845db6
+def shared(a: str, b: str) -> str: # tables of sets; -> a query for a, b, part, both sizes, and what both have
+    "The query that counts the common runs of `pairs` (a, b)."
+    return f"""WITH x AS (SELECT a, b, part, len(runs) AS size_a, unnest(runs) AS run FROM pairs JOIN {a} ON owner = a),
+        y AS (SELECT owner, part, len(runs) AS size_b, unnest(runs) AS run FROM {b} WHERE owner IN (SELECT b FROM pairs))
+        SELECT a, b, x.part, size_a, size_b, count(*) AS common
+        FROM x JOIN y ON y.owner = b AND y.part = x.part AND y.run = x.run GROUP BY ALL"""
+
+# %% ../../nbs/data/07_deduplication.ipynb #d6af732b
+MOST = 10_000_000 # pairs that one block may have to look at
+
+def near_blocks(db, threshold: float, parts: int, pool: str = "rare", first: int = 0,
+                step: int = 100_000) -> Iterator: # of (end of the block, list of (earlier, later))
+    "Pairs of `sets` that nearly repeat each other, block by block of the later one; the earlier is of `pool` or the block."
+    t, ((last,),) = f"{threshold}::DOUBLE", rows_of(db, "SELECT coalesce(max(owner), -1) FROM sets")
+    fit = lambda a, b: f"least({a}, {b}) >= {t}*greatest({a}, {b})"
+    while first <= last:
+        size = step
+        while True: # many that nearly repeat each other make many pairs: a smaller block finds fewer at a time
+            db.execute("CREATE OR REPLACE TEMP TABLE block AS FROM rare "
+                       f"WHERE owner >= {first} AND owner < {first + size}")
+            (work,), = rows_of(db, "SELECT coalesce(sum(n*n), 0) FROM (SELECT count(*) AS n FROM block GROUP BY run)")
+            if work <= MOST or size <= 100: break
+            size //= 4
+        db.execute(f"""CREATE OR REPLACE TEMP TABLE pairs AS SELECT DISTINCT a.owner AS a, b.owner AS b
+            FROM (FROM {pool} WHERE owner < {first} UNION ALL FROM block) a JOIN block b USING (run)
+            WHERE a.owner < b.owner AND {fit("a.first", "b.first")} AND {fit("a.size - a.first", "b.size - b.first")}
+            AND (1 + {t})*least(a.size - a.place, b.size - b.place) >= {t}*(a.size + b.size) - 1e-9""")
+        first += size
+        yield first, rows_of(db, f"""SELECT a, b FROM ({shared("sets", "sets")}) GROUP BY a, b
+            HAVING count(*) = {parts} AND min(common/(size_a + size_b - common)) >= {t} ORDER BY b, a""")
+
+# %% ../../nbs/data/07_deduplication.ipynb #f14ec834
+TEXT = dict(owner="int64", part="int8", text="string")
+
+def near_texts(texts: list,     # `plain`
+               threshold: float = 0.8, # ours, as for duplicates
+              ) -> Iterator:    # of (earlier, later)
+    "All pairs of texts that nearly repeat each other."
+    with database() as db:
+        feed(db, "source", ((n, 0, text) for n, text in enumerate(texts)), TEXT)
+        once(db, "sets", runs_of("FROM source"))
+        rarest(db, "rare", "sets", threshold)
+        for _, pairs in near_blocks(db, threshold, 1): yield from pairs
 
 # %% ../../nbs/data/07_deduplication.ipynb #7a2f1462
-class Row(NamedTuple):
-    "What a row is compared by."
-    query: np.ndarray
-    positive: np.ndarray
+ROW = dict(row="int64", query="string", positive="string")
 
-    @property
-    def all(self): return np.concatenate(self)
+def plain_rows(rows: Iterable) -> Iterator: # rows in the common form; -> tuples as in `ROW`
+    "The texts that rows are compared by; several positives count as one text."
+    for number, row in enumerate(rows): yield number, plain(row["query"]), "\n".join(map(plain, row["positives"]))
 
-def row_runs(row: dict) -> Row:
-    "The runs of a query and of its positives."
-    return Row(runs_of(row["query"], "query"), runs_of("\n".join(row["positives"]), "positive"))
-
-def same_row(a: Row, b: Row, threshold: float) -> bool:
-    "Whether two rows are duplicates."
-    return alike(a.query, b.query) >= threshold and alike(a.positive, b.positive) >= threshold
+def find_equal(db, rows: Iterable):
+    "Tables: `texts`, and `equal`, of rows that equal an earlier one."
+    feed(db, "source", plain_rows(rows), ROW)
+    once(db, "texts", "SELECT *, md5_number(query || chr(10) || positive) AS key FROM source")
+    once(db, "equal", """SELECT row, earlier FROM texts JOIN (SELECT key, min(row) AS earlier FROM texts GROUP BY key
+                         HAVING count(*) > 1) USING (key) WHERE row > earlier""")
 
 # %% ../../nbs/data/07_deduplication.ipynb #c1720f79
-def exact_key(row: dict) -> bytes:
-    "Equal for rows that differ only in case, white space and what NFKC unifies."
-    return hashlib.blake2b(json.dumps([plain(text) for text in (row["query"], *row["positives"])]).encode(),
-                           digest_size=16).digest()
+def find_near(db, threshold: float, step: int = 100_000):
+    "The table `near`, of rows that nearly repeat an earlier one that stays."
+    left = "FROM texts ANTI JOIN equal USING (row)"
+    once(db, "sets", runs_of(f"SELECT row AS owner, 0::TINYINT AS part, query AS text {left} UNION ALL "
+                             f"SELECT row, 1, positive {left}"))
+    rarest(db, "rare", "sets", threshold)
+    once(db, "leaders", "FROM rare LIMIT 0")
+    once(db, "near", "SELECT 0::BIGINT AS row, 0::BIGINT AS earlier LIMIT 0")
+    once(db, "finished", "SELECT 0::BIGINT AS rows") # what a search that resumes need not repeat
+    ((first,),), gone = rows_of(db, "SELECT max(rows) FROM finished"), {}
+    for end, pairs in near_blocks(db, threshold, 2, "leaders", first, step):
+        gone.clear()
+        for earlier, later in pairs:
+            if earlier not in gone: gone.setdefault(later, earlier)
+        feed(db, "found", gone.items(), dict(row="int64", earlier="int64"))
+        db.execute("BEGIN; INSERT INTO near FROM found; "
+                   "INSERT INTO leaders FROM block ANTI JOIN near ON block.owner = near.row; "
+                   f"INSERT INTO finished VALUES ({end}); COMMIT")
 
 # %% ../../nbs/data/07_deduplication.ipynb #6a238cb4
-def duplicates(rows: Iterable,         # in the common form; read twice
+def repeated(db, first: int, end: int) -> dict: # number of the row -> (number of the earlier row, "equal" or "near")
+    "Which rows of a range repeat an earlier one."
+    found = rows_of(db, f"""SELECT row, earlier, 'near' FROM near WHERE row >= {first} AND row < {end} UNION ALL
+        SELECT equal.row, coalesce(near.earlier, equal.earlier), 'equal' FROM equal
+        LEFT JOIN near ON near.row = equal.earlier WHERE equal.row >= {first} AND equal.row < {end} ORDER BY 1""")
+    return {row: (earlier, kind) for row, earlier, kind in found}
+
+def find_repeated(db, rows: Iterable, threshold: float):
+    "The tables that `repeated` reads."
+    find_equal(db, rows)
+    if threshold <= 1: find_near(db, threshold)
+    else: once(db, "near", "FROM equal LIMIT 0")
+
+def duplicates(rows: list,             # in the common form
                threshold: float = 0.8, # ours: `corpora` has 0.5 for whole documents; over 1: only equal rows
               ) -> dict:               # number of the row -> (number of the earlier row, "equal" or "near")
     "Rows that nearly repeat an earlier one."
-    counts = tally(row_runs(row).all for row in rows) if threshold <= 1 else None
-    index, kept, seen, repeated = Index(counts, threshold), {}, {}, {}
-    for number, row in enumerate(rows):
-        if (earlier := seen.setdefault(exact_key(row), number)) != number:
-            repeated[number] = repeated.get(earlier, (earlier,))[0], "equal"
-            continue
-        if threshold > 1: continue
-        runs = row_runs(row)
-        nearby = index.touched(index.rarest(runs.all))
-        if (earlier := next((n for n in nearby if same_row(runs, kept[n], threshold)), None)) is not None:
-            repeated[number] = earlier, "near"
-        else:
-            kept[number] = runs
-            index.add(number, runs.all)
-    return repeated
+    with database() as db:
+        find_repeated(db, rows, threshold)
+        return repeated(db, 0, len(rows))
 
 # %% ../../nbs/data/07_deduplication.ipynb #bdb67e23
 class EvaluationSet(NamedTuple):
@@ -143,19 +223,29 @@ def read_test(folder: str,               # in the BEIR layout; may end in `:SPLI
 
 # %% ../../nbs/data/07_deduplication.ipynb #28abc5e3
 class Watch:
-    "Finds the test texts that a training text contains."
-    def __init__(self, tests: list, threshold: float = 0.8): # ours, as for duplicates
-        self.threshold = threshold
+    "Finds the test texts that training texts contain."
+    def __init__(self, db, tests: list, threshold: float = 0.8): # ours, as for duplicates
+        self.db, self.threshold = db, threshold
         self.answers = {(test.name, query): ids for test in tests for query, ids in test.answers.items()}
-        self.texts = {(test.name, kind, n): runs_of(text) for test in tests for kind in ("queries", "documents")
-                      for n, text in getattr(test, kind).items() if text.strip()}
-        self.index = Index(tally(self.texts.values()), threshold)
-        for key, runs in self.texts.items(): self.index.add(key, runs)
+        texts = {(test.name, kind, n): text for test in tests for kind in ("queries", "documents")
+                 for n, text in getattr(test, kind).items() if text.strip()}
+        self.keys = list(texts)
+        feed(db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts.values())), TEXT)
+        db.execute(f"CREATE OR REPLACE TEMP TABLE watched AS {runs_of('FROM source')}")
+        for table in ("rare_watched", "rare_watched_cells"): db.execute(f"DROP TABLE IF EXISTS {table}")
+        rarest(db, "rare_watched", "watched", threshold)
 
-    def __call__(self, text: str) -> list: # of (test, kind, id)
-        "The test texts that this text contains."
-        runs = runs_of(text)
-        return [key for key in self.index.touched(runs.tolist()) if seen_part(self.texts[key], runs) >= self.threshold]
+    def __call__(self, texts: list) -> list: # for each text, the (test, kind, id) it contains
+        "The test texts that each of some texts contains."
+        feed(self.db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts)), TEXT)
+        self.db.execute(f"""CREATE OR REPLACE TEMP TABLE trained AS {runs_of('FROM source')};
+            CREATE OR REPLACE TEMP TABLE pairs AS SELECT DISTINCT rare_watched.owner AS a, trained.owner AS b
+            FROM (SELECT owner, unnest(runs) AS run FROM trained) AS trained JOIN rare_watched USING (run)""")
+        found, seen = rows_of(self.db, f"""SELECT a, b FROM ({shared("watched", "trained")}) WHERE {self.threshold}::DOUBLE
+            <= CASE WHEN size_a >= {LONG} THEN common/size_a ELSE common/(size_a + size_b - common) END
+            ORDER BY b, a"""), [[] for _ in texts]
+        for test, text in found: seen[text].append(self.keys[test])
+        return seen
 
 # %% ../../nbs/data/07_deduplication.ipynb #ff5e3678
 REMOVE = ("none", "pairs", "queries", "documents", "all")
@@ -166,12 +256,19 @@ class Seen(NamedTuple):
     negatives: list # one set for each negative
     pairs: set      # (test, query id) whose answer is there too
 
-def look(row: dict, watch: Watch) -> Seen:
-    "What one row contains of the test sets."
-    keys = {key for text in (row["query"], *row["positives"]) for key in watch(text)}
+def look(rows: list, watch: Watch) -> list: # of `Seen`
+    "What rows contain of the test sets."
+    texts = [[row["query"], *row["positives"], *row["negatives"]] for row in rows]
+    found = iter(watch(list(chain.from_iterable(texts))) if watch.keys else [])
+    return [seen_of(row, [set(next(found, ())) for _ in own], watch) for row, own in zip(rows, texts)]
+
+def seen_of(row: dict, found: list, watch: Watch) -> Seen: # found: a set for each text of the row
+    "What one row contains, from what each of its texts does."
+    rest = 1 + len(row["positives"])
+    keys = set().union(*found[:rest])
     answered = lambda test, query: any((test, "documents", d) in keys for d in watch.answers.get((test, query), ()))
     pairs = {(test, number) for test, kind, number in keys if kind == "queries" and answered(test, number)}
-    return Seen(keys, [set(watch(text)) for text in row["negatives"]], pairs)
+    return Seen(keys, found[rest:], pairs)
 
 # %% ../../nbs/data/07_deduplication.ipynb #9cee3943
 def cleaned(row: dict, seen: Seen, remove: str): # -> the row, None, or the row without some of its negatives
@@ -204,18 +301,19 @@ def contamination(seen: list,  # of (dataset, row number, `Seen`)
     return report
 
 # %% ../../nbs/data/07_deduplication.ipynb #caea0612
-def kept_rows(name: str, table, first: int, repeated: dict, watch: Watch, remove: str, seen: list,
-              facts: Counter) -> Iterator:
+def kept_rows(name: str, table, first: int, watch: Watch, remove: str, seen: list, facts: Counter) -> Iterator:
     "The rows of a dataset that stay; `seen` and `facts` receive what was found."
-    for number, row in enumerate(table):
-        shown = look(row, watch) if watch.texts else Seen(set(), [], set())
-        if shown.row or any(shown.negatives): seen.append((name, number, shown))
-        left = cleaned(row, shown, remove)
-        why = repeated.get(first + number, (0, ""))[1] or ("" if left else "contaminated")
-        if why: facts[why] += 1
-        else:
-            facts["negatives_removed"] += len(row["negatives"]) - len(left["negatives"])
-            yield left
+    rows = iter(table)
+    for start in range(0, len(table), BATCH):
+        part, again = list(islice(rows, BATCH)), repeated(watch.db, first + start, first + start + BATCH)
+        for number, (row, shown) in enumerate(zip(part, look(part, watch)), start):
+            if shown.row or any(shown.negatives): seen.append((name, number, shown))
+            left = cleaned(row, shown, remove)
+            why = again.get(first + number, (0, ""))[1] or ("" if left else "contaminated")
+            if why: facts[why] += 1
+            else:
+                facts["negatives_removed"] += len(row["negatives"]) - len(left["negatives"])
+                yield left
 
 # %% ../../nbs/data/07_deduplication.ipynb #41b99a68
 COUNTED = ("rows", "equal", "near", "contaminated", "negatives_removed", "written")
@@ -240,6 +338,23 @@ def check_left(data: str, report: dict, tests: list): # report: dataset -> count
                      f"{total['near']} nearly repeat one, and {total['contaminated']} show texts of {names}. "
                      "Nothing was written; raise threshold or change remove (none only reports what was seen)")
 
+# %% ../../nbs/data/07_deduplication.ipynb #9268742f
+SEARCH = "search.duckdb"
+
+def search(out: str, data: str, columns: dict, threshold: float, memory: str, threads: int): # -> a connection
+    "The database of a run: one that was stopped, where data, settings and code are the same, else a new one."
+    import duckdb
+    decides = [content_hash(source) for source in find_sources(data).values()]
+    decides += [columns, threshold, duckdb.__version__, __version__, runs_of("")]
+    key, path = hashlib.sha256(json.dumps(decides).encode()).hexdigest(), Path(out)/SEARCH
+    path.parent.mkdir(parents=True, exist_ok=True)
+    db = database(path, memory, threads)
+    once(db, "identity", f"SELECT '{key}' AS key")
+    if rows_of(db, "FROM identity") == [(key,)]: return db
+    db.close()
+    path.unlink()
+    return search(out, data, columns, threshold, memory, threads)
+
 # %% ../../nbs/data/07_deduplication.ipynb #e347d007
 def dedup_pairs(data: str,              # folder, file or hf:, as training reads it
                 out: str,               # folder for `pairs` and `report.json`
@@ -251,9 +366,13 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
                 all_documents: bool = False, # compare with documents that answer nothing, too
                 format: str = "anchor_nb", # a key of `writers.FORMATS`
                 columns: dict = {}, # our field -> the data's, see `load_pairs`
+                memory: str = "2GB", # what the search may hold; it writes to disk, in `out`, what exceeds it
+                threads: int = 0,   # of the search; 0: one for each core
                ) -> dict:               # datasets: rows, equal, near, contaminated, written; tests: see `contamination`
-    "Drop rows that repeat others or overlap with evaluation sets; ValueError or FileNotFoundError names the fix."
-    from datasets import concatenate_datasets
+    """Drop rows that repeat others or overlap with evaluation sets; ValueError or FileNotFoundError names the fix.
+
+    The search keeps what it has done in `out` until the pairs are written; the same call resumes it.
+    """
     check_dedup(out, threshold, remove, format)
     keep_apart(out, data=data, against=[split_off(folder)[0] for folder in against])
     tests = [read_test(folder, all_documents) for folder in against]
@@ -262,16 +381,18 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
         raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one "
                          "folder, or give its task.json another name")
     check_target(out, tables, format, ("report.json",))
-    repeated = duplicates(concatenate_datasets(list(tables.values())), threshold)
-    watch, seen, report, first = Watch(tests, min(threshold, 1.0)), [], {}, 0
-    with new_folder(Path(out)/"pairs") as pairs:
+    report, seen, first = {}, [], 0
+    with search(out, data, columns, threshold, memory, threads) as db, new_folder(Path(out)/"pairs") as pairs:
+        find_repeated(db, chain.from_iterable(tables.values()), threshold)
+        watch = Watch(db, tests, min(threshold, 1.0))
         for name, table in tables.items():
             facts = Counter(rows=len(table))
-            left = kept_rows(name, table, first, repeated, watch, remove, seen, facts)
+            left = kept_rows(name, table, first, watch, remove, seen, facts)
             facts["written"] = write_pairs(pairs, name, left, format, False, Path(out)/"pairs")["rows"]
             report[name] = {key: facts[key] for key in COUNTED}
             first += len(table)
         check_left(data, report, tests)
         result = dict(datasets=report, tests=contamination(seen, tests))
         write_text(Path(out)/"report.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (Path(out)/SEARCH).unlink()
     return result

@@ -6,29 +6,16 @@
 __all__ = ['divide', 'split_pairs']
 
 # %% ../../nbs/data/09_splitting.ipynb #10527309
-import json, math
+import hashlib, json, math
 from pathlib import Path
 from ..core.files import keep_apart, new_folder, write_text
 from .tables import find_sources, table_rows
 from .rows import load_pairs
 from .writers import write_lines, write_pairs
 from .retrieval_sets import draw
-from .deduplication import Index, alike, exact_key, plain, runs_of, tally
+from .deduplication import near_texts, plain
 
 # %% ../../nbs/data/09_splitting.ipynb #9670df3b
-def join_near(groups,             # a `DisjointSet` of row numbers
-              texts: list,        # all different
-              holders: list,      # the row that holds each
-              threshold: float = 0.8): # as in deduplication
-    "Join the rows whose texts nearly repeat each other."
-    runs = [runs_of(text) for text in texts]
-    index = Index(tally(runs), threshold)
-    for n, of_text in enumerate(runs):
-        for m in index.touched(index.rarest(of_text)):
-            if groups.connected(holders[n], holders[m]): continue # or a large group would take long
-            if alike(of_text, runs[m]) >= threshold: groups.merge(holders[n], holders[m])
-        index.add(n, of_text)
-
 def group_rows(rows: list,      # in the common form
                marks: list = (), # one value a row; rows with the same one belong together
               ) -> list:        # of lists of row numbers, by first row
@@ -40,7 +27,8 @@ def group_rows(rows: list,      # in the common form
         holders = {} # text -> the first row that holds it
         for n, row in enumerate(rows):
             for text in map(plain, texts_of(row)): groups.merge(n, holders.setdefault(text, n))
-        join_near(groups, list(holders), list(holders.values()))
+        first = list(holders.values())
+        for a, b in near_texts(list(holders)): groups.merge(first[a], first[b])
     return sorted(sorted(members) for members in groups.subsets())
 
 # %% ../../nbs/data/09_splitting.ipynb #178466e8
@@ -48,9 +36,14 @@ def asked(rows: list, numbers: list) -> int:
     "The number of distinct queries in some rows."
     return len({plain(rows[n]["query"]) for n in numbers})
 
+def exact_key(row: dict) -> str:
+    "Equal for rows that differ only in case, white space and what NFKC unifies."
+    texts = [plain(text) for text in (row["query"], *row["positives"])]
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
+
 def draw_exam(rows: list, groups: list, wanted: int, seed: int) -> list: # row numbers, ascending
     "Groups for the exam, with about `wanted` queries in total; ValueError when every group is too large."
-    names = {min(exact_key(rows[n]).hex() for n in numbers): numbers for numbers in groups}
+    names = {min(exact_key(rows[n]) for n in numbers): numbers for numbers in groups}
     taken, queries = [], 0
     for name in draw(names, 0, seed):
         size = asked(rows, names[name])

@@ -8,7 +8,7 @@ __all__ = ['match_pairs']
 # %% ../../nbs/inference/06_own_pairs.ipynb #f4460f2f
 import re
 from collections import defaultdict
-from ..data.deduplication import plain, runs_of, seen_part
+from ..data.deduplication import plain, seen_part, word_runs
 from .hard_negatives import Words
 
 # %% ../../nbs/inference/06_own_pairs.ipynb #27800388
@@ -40,8 +40,8 @@ class Answers:
         short = len(text.split()) <= SHORT # its words are in many passages, and the query must tell
         inside = [number for number in (range(len(self.texts)) if short else likely) if text in self.texts[number]]
         inside = [number for number in inside if re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.texts[number])]
-        runs = runs_of(text)
-        covered = [number for number in likely if seen_part(runs_of(self.texts[number]), runs) >= 0.8]
+        runs = word_runs(text)
+        covered = [number for number in likely if seen_part(word_runs(self.texts[number]), runs) >= 0.8]
         return self.best(query, inside or covered) if inside or covered else None
 
 # %% ../../nbs/inference/06_own_pairs.ipynb #4846e45a

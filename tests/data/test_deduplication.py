@@ -1,10 +1,17 @@
 "Near-duplicates and contamination, beside the slow search that compares everything with everything."
+import os
 import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.data.deduplication import EvaluationSet, Watch, dedup_pairs, duplicates, runs_of, seen_part
+from anchor_nb.data import deduplication
+from anchor_nb.data.deduplication import (EvaluationSet, Watch, alike, database, dedup_pairs, duplicates, near_texts,
+                                          plain, seen_part, word_runs)
 from common import WORDS, toy_pairs
 
 
@@ -16,35 +23,128 @@ def row(query, positive):
 SENTENCE = st.lists(st.sampled_from(WORDS[:5]), min_size=1, max_size=14).map(" ".join)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=20), st.sampled_from([0.3, 0.5, 0.8, 1.0]))
 def test_duplicates_are_those_of_the_slow_search(texts, threshold):
-    near = lambda a, b: len(a & b)/len(a | b) >= threshold
-    sets = [tuple(set(runs_of(text, part).tolist()) for text, part in zip(pair, ("query", "positive")))
-            for pair in texts]
-    kept = []
-    for n, (query, positive) in enumerate(sets):
-        if not any(near(query, sets[k][0]) and near(positive, sets[k][1]) for k in kept): kept.append(n)
+    sets, kept = [tuple(map(word_runs, pair)) for pair in texts], []
+    for n, row_sets in enumerate(sets):
+        if not any(all(alike(*parts) >= threshold for parts in zip(row_sets, sets[k])) for k in kept): kept.append(n)
     found = duplicates([row(*pair) for pair in texts], threshold)
     assert [n for n in range(len(texts)) if n not in found] == kept
     assert all(earlier in kept for earlier, _ in found.values())
 
 
-@settings(deadline=None, max_examples=80)
+# of several scripts: letters with and without case, digits, marks, signs, and what NFKC changes
+LETTERS = "aBzéß ıİΣςσ дЖ 日本語 ाि कख ١٢ ⅷ½² _ .,!? +*# 🙂 ﬁ\u0300\u200b\u00a0\n"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.text(LETTERS, min_size=1, max_size=14).filter(lambda text: plain(text)), min_size=2, max_size=8))
+def test_the_database_finds_the_words_that_python_finds(texts):
+    texts = list(dict.fromkeys(map(plain, texts)))
+    for threshold in (0.2, 1.0):
+        slowly = {(a, b) for b in range(len(texts)) for a in range(b)
+                  if alike(word_runs(texts[a]), word_runs(texts[b])) >= threshold}
+        assert set(near_texts(texts, threshold)) == slowly
+
+
+def test_many_near_copies_are_searched_in_smaller_blocks(monkeypatch):
+    "The result is the same, whatever the blocks."
+    draw = random.Random(0)
+    base = draw.choices(WORDS, k=30)
+    rows = [row("the same question", " ".join(base[:29] + [f"x{n}"])) for n in range(1000)]
+    expected = duplicates(rows)
+    assert expected == {n: (0, "near") for n in range(1, 1000)}
+    monkeypatch.setattr(deduplication, "MOST", 10)
+    assert duplicates(rows) == expected
+
+
+@settings(deadline=None, max_examples=30)
 @given(st.lists(SENTENCE, min_size=1, max_size=12), st.lists(SENTENCE, min_size=1, max_size=12),
        st.sampled_from([0.3, 0.8, 1.0]))
 def test_what_was_seen_is_what_the_slow_search_sees(tests, trains, threshold):
-    watch = Watch([EvaluationSet("t", {str(n): text for n, text in enumerate(tests)}, {}, {})], threshold)
-    for train in trains:
-        assert sorted(watch(train)) == sorted(("t", "queries", str(n)) for n, text in enumerate(tests)
-                                              if seen_part(runs_of(text), runs_of(train)) >= threshold)
+    texts = {str(n): text for n, text in enumerate(tests)}
+    with database() as db: found = Watch(db, [EvaluationSet("t", texts, {}, {})], threshold)(trains)
+    for train, keys in zip(trains, found):
+        assert keys == [("t", "queries", n) for n, text in texts.items()
+                        if seen_part(word_runs(text), word_runs(train)) >= threshold]
 
 
 def test_a_passage_inside_a_longer_one_was_seen():
     passage = " ".join(random.Random(0).choices(WORDS, k=40))
-    watch = Watch([EvaluationSet("t", {}, {"d": passage}, {})])
-    assert watch("Before it. " + passage.upper() + ", and after it. " + "More " * 200) == [("t", "documents", "d")]
-    assert not watch(passage[: len(passage)//2])
+    watch = Watch(database(), [EvaluationSet("t", {}, {"d": passage}, {})])
+    inside, half = watch(["Before it. " + passage.upper() + ", and after it. " + "More " * 200,
+                          passage[: len(passage)//2]])
+    assert inside == [("t", "documents", "d")] and not half
+
+
+def content(folder: Path) -> dict:
+    "The bytes of every file."
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def planted(folder: Path, rows=4000) -> Path:
+    "Rows of which about a third repeat an earlier one."
+    draw, lines = random.Random(0), []
+    for number in range(rows):
+        if number and draw.random() < 0.35:
+            query, words = draw.choice(lines)
+            words = words[:-1] + [draw.choice(WORDS)]
+        else: query, words = " ".join(draw.choices(WORDS, k=8)), draw.choices(WORDS, k=30)
+        lines.append((query, words))
+    folder.mkdir()
+    for part in range(4):
+        deduplication.write_pairs(folder, f"part{part}", [row(query, " ".join(words))
+                                                          for query, words in lines[part::4]])
+    return folder
+
+
+def test_any_number_of_threads_and_any_memory_drop_the_same_rows(tmp_path):
+    data, outs = planted(tmp_path/"data"), []
+    for threads, memory in ((1, "2GB"), (2, "2GB"), (4, "200MB")):
+        out = tmp_path/f"{threads}"
+        dedup_pairs(str(data), str(out), threads=threads, memory=memory)
+        outs.append(content(out))
+    assert outs[0] == outs[1] == outs[2] and len(outs[0]) == 5
+
+
+KILLED = """
+import os, signal, sys
+from anchor_nb.data import deduplication
+real, calls = deduplication.feed, []
+def feed(db, name, *rest):
+    if name == "found":
+        calls.append(name)
+        if len(calls) == 3: os.kill(os.getpid(), signal.SIGKILL)
+    real(db, name, *rest)
+deduplication.feed = feed
+deduplication.find_near.__defaults__ = (500,)
+deduplication.dedup_pairs(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_a_search_that_was_killed_resumes(tmp_path, monkeypatch):
+    data = planted(tmp_path/"data")
+    dedup_pairs(str(data), str(tmp_path/"whole"))
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(data), str(tmp_path/"out")], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    with database(tmp_path/"out/search.duckdb") as db:
+        assert deduplication.rows_of(db, "SELECT max(rows) FROM finished") == [(1000,)]
+    monkeypatch.setattr(deduplication, "plain_rows", lambda rows: (1/0 for _ in rows)) # nothing is read for the search again
+    dedup_pairs(str(data), str(tmp_path/"out"))
+    assert content(tmp_path/"out") == content(tmp_path/"whole")
+
+
+def test_other_data_begins_anew(tmp_path, monkeypatch):
+    data = planted(tmp_path/"data", 200)
+    monkeypatch.setattr(deduplication, "contamination", lambda *_: 1/0)
+    with pytest.raises(ZeroDivisionError): dedup_pairs(str(data), str(tmp_path/"out"))
+    assert os.listdir(tmp_path/"out") == ["search.duckdb"]
+    monkeypatch.undo()
+    (data/"part1.jsonl").unlink()
+    dedup_pairs(str(data), str(tmp_path/"out"))
+    dedup_pairs(str(data), str(tmp_path/"new"))
+    assert content(tmp_path/"out") == content(tmp_path/"new")
 
 
 @pytest.mark.parametrize("given, message", [(dict(against=["nowhere"]), "nowhere is missing"),
