@@ -324,6 +324,9 @@ class Mine(Recipe):
     first_rank: int = setting(0, "how many of the best-ranked other documents are skipped",
                               "ours: the limits on scores do this better", bound=">=0")
     last_rank: int = setting(100, "how many of the best-ranked other documents to choose among", "gritlm-re: 100")
+    search: str = setting("exact", "exact compares every query with every document; approximate, with those of its "
+                                   "nearest clusters, for a million documents and more (faiss)", "ours",
+                          ("exact", "approximate"))
     choose: str = setting("top", "top takes the best within the limits, random draws among them",
                           "NV-Retriever: top", ("top", "random"))
     columns: dict = setting({}, "columns to read fields from, such as {query: frage, positive: antwort}", "ours",
@@ -347,6 +350,8 @@ class Mine(Recipe):
                 (self.last_rank < self.first_rank + self.negatives,
                  f"last_rank={self.last_rank} leaves fewer than negatives={self.negatives} ranks after "
                  f"first_rank={self.first_rank}; raise last_rank"),
+                (self.search == "approximate" and self.model == "bm25",
+                 "search=approximate needs vectors; name an embedder as model, or set search=exact"),
                 (self.format == "columns" and self.incomplete == "keep",
                  "format=columns needs as many negatives in each row; set incomplete=drop")]
 

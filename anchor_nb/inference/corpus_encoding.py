@@ -436,4 +436,14 @@ class Encoded:
         if self.unit and not exact: vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         return unpack_ids(stored), vectors
 
+    def rows(self, numbers) -> np.ndarray: # [rows, dimension] fp32
+        "Vectors by number; reads the shards that hold them."
+        firsts = [self.records[n]["first"] for n in range(len(self.records))]
+        numbers = np.asarray(numbers, np.int64)
+        vectors, shards = np.empty((len(numbers), self.records[0]["dimension"]), np.float32), np.searchsorted(
+            firsts, numbers, "right") - 1
+        for n in np.unique(shards):
+            vectors[shards == n] = self.shard(int(n))[1][numbers[shards == n] - firsts[n]]
+        return vectors
+
     def __iter__(self) -> Iterator: return (self.shard(number) for number in range(self.manifest["shards"]))

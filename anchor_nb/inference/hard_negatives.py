@@ -8,7 +8,6 @@ __all__ = ['check_pairs', 'mine']
 # %% ../../nbs/inference/02_hard_negatives.ipynb #9ad0575b
 import hashlib, json
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 import numpy as np
@@ -25,7 +24,7 @@ from ..models.loading import chain
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, Encoding, corpus_sources, encode_corpus, located,
                                                  planned, survey_all, vector_identity)
-from .search import Top
+from .search import Clusters, Top
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #d2a20e97
 def ceiling(positive: torch.Tensor, # [rows] lowest score of each row's own positives
@@ -91,6 +90,19 @@ def nearest(queries: np.ndarray,  # [queries, hidden] fp32
             top.add(scores, first)
             first += len(block)
     return Near(top.scores.cpu(), top.numbers.cpu(), noted.cpu())
+
+# %% ../../nbs/inference/02_hard_negatives.ipynb #9c70f13c
+def nearest_in(clusters: Clusters, queries: np.ndarray, known: list, k: int) -> Near: # see `nearest`
+    "The `k` nearest documents of each query in the clusters that are looked at; the scores of known ones are exact."
+    own = [np.unique(numbers) for numbers in known]
+    scores, numbers = clusters.search(queries, k + max(map(len, own)))
+    for row, mine in enumerate(own): scores[row, np.isin(numbers[row], mine)] = -np.inf
+    scores[numbers < 0] = -np.inf
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    vectors = clusters.encoded.rows([number for numbers in known for number in numbers])
+    noted = np.einsum("nd,nd->n", np.repeat(queries, [len(numbers) for numbers in known], 0), vectors)
+    pick = lambda values: torch.from_numpy(np.take_along_axis(values, order, 1))
+    return Near(pick(scores), pick(numbers), torch.from_numpy(noted))
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #d46148e5
 class Words:
@@ -202,21 +214,26 @@ def instruction_of(name: str, recipe: Mine): # -> function of row and its number
     return lambda row, number: "" if table is None else row["instruction"] or usual[number % len(usual)]
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #6ea10730
-def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine) -> Iterator: # of (row numbers, `Near`)
-    "Search with an embedder, one shard of queries at a time."
+def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine,
+                  facts: dict) -> Iterator: # of (row numbers, `Near`)
+    "Search with an embedder, one shard of queries at a time; `facts` receives the recall of an approximate search."
     embedder, instruct = planned(recipe.model, recipe.pooling, recipe.max_length), instruction_of(name, recipe)
     documents, groups = vectors_of(pool.path, recipe, embedder), defaultdict(list)
+    clusters = Clusters(documents) if recipe.search == "approximate" else None
     for number, row in enumerate(table): groups[instruct(row, number)].append(number)
     for turn, (instruction, rows) in enumerate(groups.items()):
         file = pool.path.with_name(f"{name}-queries-{turn}.jsonl")
         write_text(file, "".join(json.dumps(dict(text=row["query"])) + "\n" for row in (table[n] for n in rows)))
         for _, vectors in vectors_of(file, recipe, embedder, instruction, "query"):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
-            yield part, nearest(vectors, (shard for _, shard in documents), [known[n] for n in part], recipe.last_rank,
-                                device="cuda" if usable_gpus() else "cpu")
+            own = [known[n] for n in part]
+            if clusters and not facts: facts["search"] = clusters.tune(vectors[:500], recipe.last_rank)
+            if clusters: yield part, nearest_in(clusters, vectors, own, recipe.last_rank)
+            else: yield part, nearest(vectors, (shard for _, shard in documents), own, recipe.last_rank,
+                                      device="cuda" if usable_gpus() else "cpu")
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #4ca59ebb
-def near_by_words(table, pool: Pool, known: list, recipe: Mine,
+def near_by_words(name: str, table, pool: Pool, known: list, recipe: Mine, facts: dict,
                   batch: int = 4096) -> Iterator: # of (row numbers, `Near`)
     "Search by BM25, `batch` queries at a time."
     words = Words([pool[n] for n in range(len(pool))])
@@ -236,12 +253,12 @@ class Mined(NamedTuple):
     refused: int    # candidates in the window of ranks that score too high
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #50b13957
-def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> dict: # row number -> `Mined`
+def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> tuple: # (row number -> `Mined`, facts for the report)
     "Find the negatives of every row."
     known, counts = pool_texts(table, pool, recipe)
     pool.file.flush()
-    search, mined = near_by_words if recipe.model == "bm25" else partial(near_by_model, name), {}
-    for rows, near in search(table, pool, known, recipe):
+    search, mined, about = near_by_words if recipe.model == "bm25" else near_by_model, {}, {}
+    for rows, near in search(name, table, pool, known, recipe, about):
         scores = near.known.split([len(known[n]) for n in rows])
         lowest = torch.stack([values[:counts[n]].min() for n, values in zip(rows, scores)])
         limit = ceiling(lowest, recipe)
@@ -250,7 +267,7 @@ def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> dict: # row numb
         facts = zip(lowest.tolist(), near.scores[:, 0].tolist(), refused)
         for n, negatives, values, fact in zip(rows, chosen, scores, facts):
             mined[n] = Mined(*negatives, values.tolist(), *fact)
-    return mined
+    return mined, about
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #c606ad83
 def rounded(scores: list) -> list: # fp32 has no more digits than these
@@ -336,11 +353,11 @@ def mine(recipe: Mine) -> dict: # dataset -> its report
     with new_folder(out/"pairs") as pairs:
         for name, table in tables.items():
             pool = Pool(out/"texts"/f"{name}-documents.jsonl")
-            mined = mine_dataset(name, table, pool, recipe)
+            mined, about = mine_dataset(name, table, pool, recipe)
             check_left(name, mined, recipe)
             rows = mined_rows(name, table, pool, mined, recipe)
             written = write_pairs(pairs, name, rows, recipe.format, place=out/"pairs")
-            report[name] = summary(list(mined.values()), len(pool), recipe) | dict(written=written["rows"])
+            report[name] = summary(list(mined.values()), len(pool), recipe) | about | dict(written=written["rows"])
             pool.file.close()
         write_text(out/"report.json", json.dumps(report, indent=1) + "\n")
     return report

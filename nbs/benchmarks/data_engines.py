@@ -3,11 +3,11 @@
 `python data_engines.py make N` writes N rows of real text with planted near-duplicates whose truth is known, and
 `python data_engines.py run N ENGINE ...` measures each engine in a process of its own. The rows are the pairs of the
 package's corpora, without those that repeat each other; where there are too few, three of them are joined to one. An
-exact engine joins the rarest runs of words, as `anchor_nb.data.deduplication` does, so that only the join differs;
-datatrove has its own, approximate way (MinHash) and its own words.
+exact engine joins the rarest runs of words, as `anchor_nb.data.deduplication` does with DuckDB; datatrove has its own,
+approximate way (MinHash) and its own words.
 
-The engines are not dependencies: `pip install duckdb datatrove[io,processing] dask[dataframe] "ray[data]"` into an
-environment of their own.
+The others are not dependencies: `pip install datatrove[io,processing] dask[dataframe] "ray[data]"` into an environment
+of their own.
 """
 import argparse
 import inspect
@@ -25,7 +25,7 @@ import numpy as np
 import polars as pl
 
 from anchor_nb.data.corpora import build_corpus
-from anchor_nb.data.deduplication import plain
+from anchor_nb.data.deduplication import alike, plain, word_runs
 from anchor_nb.data.rows import generator
 
 SHARDS, THRESHOLD = 20, 0.8
@@ -55,16 +55,9 @@ def base_row(pairs: list, number: int) -> tuple:  # (query, positive)
     return "; ".join(query for query, _ in chosen), " ".join(text for _, text in chosen)
 
 
-def word_runs(text: str) -> set:
-    "The runs of three words of a text."
-    words = re.findall(r"\w+|[^\w\s]", re.sub(r"(?<=\w)\s*[.,;:!?]+(?=\s|$)", "", plain(text)))
-    return {tuple(words[n:n + 3]) for n in range(max(1, len(words) - 2))}
-
-
 def share(a: str, b: str) -> float:
     "The part of all runs of two texts that they share."
-    a, b = word_runs(a), word_runs(b)
-    return len(a & b)/len(a | b)
+    return alike(word_runs(a), word_runs(b))
 
 
 def changed(text: str, words: list, low: float, high: float, draw) -> str:  # empty where no edit hits the range
@@ -184,41 +177,14 @@ def greedy(near: list) -> set:  # near: (earlier row, later row), sorted by the 
 
 
 def anchor_nb(folder: Path, work: Path, threads: int) -> np.ndarray:
-    from anchor_nb.data.deduplication import duplicates
-    class Rows:
-        def __iter__(self):
-            for file in sorted(folder.glob("rows-*.parquet")):
-                for _, query, text in pl.read_parquet(file).iter_rows(): yield dict(query=query, positives=[text])
-    return np.array(sorted(duplicates(Rows(), THRESHOLD)))
-
-
-# Two texts whose first common run is at places i and j have at most 1 + min(|A| - i, |B| - j) - 1 in common.
-MATCH = """a.row < b.row AND b.size >= {t}*a.size AND a.size >= {t}*b.size
-           AND (1 + {t})*least(a.size - a.place, b.size - b.place) >= {t}*(a.size + b.size)""".format(t=THRESHOLD)
-
-
-def duckdb(folder: Path, work: Path, threads: int) -> np.ndarray:
-    import duckdb
-    front(folder, work)
-    base = duckdb.connect(str(work/"join.duckdb"))
-    base.execute(f"SET threads={threads}; SET memory_limit='2GB'; SET temp_directory='{work}/spill'; "
-                 "SET preserve_insertion_order=false")
-    base.execute(f"""
-        CREATE VIEW runs AS FROM '{work}/runs-*.parquet';
-        CREATE VIEW prefix AS FROM '{work}/prefix-*.parquet';
-        CREATE TABLE pairs AS SELECT DISTINCT a.row AS a, b.row AS b FROM prefix a JOIN prefix b USING (run)
-            WHERE {MATCH};
-        CREATE TABLE involved AS SELECT * FROM runs WHERE row IN (SELECT a FROM pairs UNION SELECT b FROM pairs);
-        CREATE TABLE sizes AS SELECT row, part, count(*) AS n FROM involved GROUP BY ALL;
-        CREATE TABLE common AS SELECT p.a, p.b, x.part, count(*) AS n FROM pairs p
-            JOIN involved x ON x.row = p.a JOIN involved y ON y.row = p.b AND y.part = x.part AND y.run = x.run
-            GROUP BY ALL;
-        CREATE TABLE near AS SELECT c.a, c.b FROM common c JOIN sizes s ON s.row = c.a AND s.part = c.part
-            JOIN sizes t ON t.row = c.b AND t.part = c.part
-            GROUP BY ALL HAVING count(*) = 2 AND min(c.n/(s.n + t.n - c.n)) >= {THRESHOLD}""")
-    print(base.execute("SELECT (SELECT count(*) FROM pairs), (SELECT count(*) FROM near)").fetchall())
-    near = base.execute("SELECT a, b FROM near ORDER BY b, a").fetchall()
-    return np.array(sorted({*np.load(work/"equal.npy").tolist(), *greedy(near)}))
+    "What `anchor-nb dedup` does, in DuckDB."
+    from anchor_nb.data.deduplication import database, find_repeated, rows_of
+    def rows():
+        for file in sorted(folder.glob("rows-*.parquet")):
+            for _, query, text in pl.read_parquet(file).iter_rows(): yield dict(query=query, positives=[text])
+    with database(work/"search.duckdb", threads=threads) as db:
+        find_repeated(db, rows(), THRESHOLD)
+        return np.array([row for row, in rows_of(db, "SELECT row FROM equal UNION ALL SELECT row FROM near ORDER BY 1")])
 
 
 def polars(folder: Path, work: Path, threads: int, parts: int = 8) -> np.ndarray:
@@ -338,8 +304,8 @@ def datatrove_regex(folder: Path, work: Path, threads: int) -> np.ndarray:
     return datatrove(folder, work, threads, Words())
 
 
-ENGINES = dict(anchor_nb=anchor_nb, polars=polars, duckdb=duckdb, datatrove=datatrove,
-               datatrove_regex=datatrove_regex, dask=dask, ray=ray)
+ENGINES = dict(anchor_nb=anchor_nb, polars=polars, datatrove=datatrove, datatrove_regex=datatrove_regex, dask=dask,
+               ray=ray)
 
 
 # ---- measuring ----
@@ -362,10 +328,11 @@ def used(session: int) -> tuple:  # (bytes held now, process number -> processor
 def lines_of(engine: str) -> int:
     "Lines of code that would be ours."
     count = lambda part: sum(1 for line in inspect.getsource(part).splitlines() if line.strip())
-    shared = (front, flat_runs, greedy) if engine in ("polars", "duckdb", "dask", "ray") else ()
+    shared = (front, flat_runs, greedy) if engine in ("polars", "dask", "ray") else ()
     if engine != "anchor_nb": return sum(map(count, (ENGINES[engine], *shared)))
     from anchor_nb.data import deduplication as ours
-    names = ("tally", "Index", "Row", "row_runs", "same_row", "alike", "common", "runs_of", "word_runs", "duplicates")
+    names = ("database", "rows_of", "once", "feed", "runs_of", "rarest", "shared", "near_blocks", "plain_rows",
+             "find_equal", "find_near", "repeated", "find_repeated")
     return sum(map(count, (getattr(ours, name) for name in names)))
 
 

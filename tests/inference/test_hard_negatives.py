@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.inference import hard_negatives as mining
+from anchor_nb.inference import hard_negatives as mining, search
 from anchor_nb.data.rows import parsed
 from anchor_nb.data.tables import find_sources
 from anchor_nb.inference.hard_negatives import Pool, ceiling, choose, draw, key_of, mine, nearest, pool_texts
@@ -254,9 +254,62 @@ def test_a_killed_run_is_resumed_over_its_own_texts(tmp_path, monkeypatch):
     assert mine(settings)["t"]["written"] == mine(settings)["t"]["written"] == 4
 
 
+def test_an_approximate_search_that_looks_everywhere_is_the_exact_one(tmp_path, monkeypatch):
+    pytest.importorskip("faiss")
+    corpus = write(tmp_path/"corpus.jsonl", *[dict(text=f"text number {n} of many") for n in range(300)])
+    given = dict(data=toy_pairs(), corpus=corpus, model="tiny", vectors=str(tmp_path/"vectors"), percentage=0)
+    monkeypatch.setattr(search, "RECALL", 1.0)
+    reports = {how: mine(rules(search=how, out=str(tmp_path/how), **given))["toy"] for how in ("exact", "approximate")}
+    facts = reports["approximate"].pop("search")
+    assert facts["recall"] == 1.0 and 1 <= facts["looked_at"] <= facts["clusters"] and facts["clusters"] > 1
+    exact, approximate = [list(parsed(str(tmp_path/how/"pairs/toy.jsonl"))) for how in reports]
+    for one, other in zip(exact, approximate, strict=True):
+        assert np.allclose(one["negative_scores"], other["negative_scores"], atol=1e-5)
+        assert np.allclose(one["positive_scores"], other["positive_scores"], atol=1e-5)
+        assert not {*other["negatives"]} & {*other["positives"]}
+    assert reports["exact"]["refused"] == reports["approximate"]["refused"]
+
+
+def test_clusters_that_were_being_made_when_killed_are_resumed(tmp_path, monkeypatch):
+    faiss = pytest.importorskip("faiss")
+    from faiss.contrib import ondisk
+    class Shards:
+        "Vectors as `Encoded` reads them."
+        manifest, records, read = dict(shards=4), {n: dict(rows=100, dimension=8) for n in range(4)}, []
+        def __init__(self, folder):
+            self.folder, self.vectors = folder, np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
+            folder.mkdir()
+        def __len__(self): return 400
+        def shard(self, n):
+            self.read.append(n)
+            return [], self.vectors[100*n:100*n + 100]
+        def __iter__(self): return (([], self.vectors[100*n:100*n + 100]) for n in range(4))
+    whole, stopped = search.Clusters(Shards(tmp_path/"whole")), Shards(tmp_path/"stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(faiss.IndexIVF, "add_with_ids", stop_after(2, faiss.IndexIVF.add_with_ids))
+        with pytest.raises(KeyboardInterrupt): search.Clusters(stopped)
+    stopped.read.clear()
+    resumed = search.Clusters(stopped)
+    assert stopped.read == [2, 3]
+    for each in (whole, resumed): each.index.nprobe = 2
+    found = [each.search(stopped.vectors[:50], 10) for each in (whole, resumed)]
+    assert (found[0][1] == found[1][1]).all() and (found[0][0] == found[1][0]).all()
+
+
+def stop_after(count, real):
+    "A function that is interrupted when it is called once more."
+    calls = []
+    def limited(*given):
+        calls.append(given)
+        if len(calls) > count: raise KeyboardInterrupt
+        return real(*given)
+    return limited
+
+
 @pytest.mark.parametrize("lines, given, message", [
     (['{"query": "a", "positive": "b"}', '{"query": "a"}'], {}, "t.jsonl, line 2, field 'positive' is missing"),
     (['{"query": "a", "positive": "b"}'], dict(format="columns"), "incomplete=drop"),
+    (['{"query": "a", "positive": "b"}'], dict(model="bm25", search="approximate"), "needs vectors"),
     (['{"query": "a", "positive": "b"}'], dict(instructions="somewhere"), "instructions='somewhere'"),
     (['{"query": "a", "positive": "b"}'], dict(model="./nowhere"), "no model folder './nowhere'"),
     (['{"query": "a", "positive": "b"}'], dict(corpus="./nowhere"), "corpus='./nowhere'"),
