@@ -98,14 +98,17 @@ def rarest(db, table: str, sets: str, threshold: float): # owner, run, its place
     once(db, table, f"""SELECT owner, run, place::INTEGER AS place, size::INTEGER AS size, first::INTEGER AS first
         FROM (SELECT owner, run, row_number() OVER (PARTITION BY owner ORDER BY n, run) - 1 AS place
               FROM (SELECT owner, unnest(runs) AS run FROM {sets}) JOIN {table}_cells ON cell = run % {CELLS})
-        JOIN (SELECT owner, sum(len(runs)) AS size, sum(len(runs)) FILTER (part = 0) AS first FROM {sets} GROUP BY owner)
-        USING (owner) WHERE place <= size - ceil({threshold}::DOUBLE*size - 1e-9)""")
+        JOIN (SELECT owner, sum(len(runs)) AS size, sum(len(runs)) FILTER (part = 0) AS first FROM {sets}
+              GROUP BY owner) USING (owner)
+        WHERE place <= size - ceil({threshold}::DOUBLE*size - 1e-9)""")
 
 # %% ../../nbs/data/07_deduplication.ipynb #1d845db6
 def shared(a: str, b: str) -> str: # tables of sets; -> a query for a, b, part, both sizes, and what both have
     "The query that counts the common runs of `pairs` (a, b)."
-    return f"""WITH x AS (SELECT a, b, part, len(runs) AS size_a, unnest(runs) AS run FROM pairs JOIN {a} ON owner = a),
-        y AS (SELECT owner, part, len(runs) AS size_b, unnest(runs) AS run FROM {b} WHERE owner IN (SELECT b FROM pairs))
+    return f"""WITH
+        x AS (SELECT a, b, part, len(runs) AS size_a, unnest(runs) AS run FROM pairs JOIN {a} ON owner = a),
+        y AS (SELECT owner, part, len(runs) AS size_b, unnest(runs) AS run FROM {b}
+              WHERE owner IN (SELECT b FROM pairs))
         SELECT a, b, x.part, size_a, size_b, count(*) AS common
         FROM x JOIN y ON y.owner = b AND y.part = x.part AND y.run = x.run GROUP BY ALL"""
 
@@ -114,7 +117,7 @@ MOST = 10_000_000 # pairs that one block may have to look at
 
 def near_blocks(db, threshold: float, parts: int, pool: str = "rare", first: int = 0,
                 step: int = 100_000) -> Iterator: # of (end of the block, list of (earlier, later))
-    "Pairs of `sets` that nearly repeat each other, block by block of the later one; the earlier is of `pool` or the block."
+    "Pairs of `sets` that nearly repeat each other, by blocks of the later one; the earlier is of `pool` or the block."
     t, ((last,),) = f"{threshold}::DOUBLE", rows_of(db, "SELECT coalesce(max(owner), -1) FROM sets")
     fit = lambda a, b: f"least({a}, {b}) >= {t}*greatest({a}, {b})"
     while first <= last:
@@ -183,10 +186,10 @@ def find_near(db, threshold: float, step: int = 100_000):
 # %% ../../nbs/data/07_deduplication.ipynb #6a238cb4
 def repeated(db, first: int, end: int) -> dict: # number of the row -> (number of the earlier row, "equal" or "near")
     "Which rows of a range repeat an earlier one."
-    found = rows_of(db, f"""SELECT row, earlier, 'near' FROM near WHERE row >= {first} AND row < {end} UNION ALL
+    rows = rows_of(db, f"""SELECT row, earlier, 'near' FROM near WHERE row >= {first} AND row < {end} UNION ALL
         SELECT equal.row, coalesce(near.earlier, equal.earlier), 'equal' FROM equal
         LEFT JOIN near ON near.row = equal.earlier WHERE equal.row >= {first} AND equal.row < {end} ORDER BY 1""")
-    return {row: (earlier, kind) for row, earlier, kind in found}
+    return {row: (earlier, kind) for row, earlier, kind in rows}
 
 def find_repeated(db, rows: Iterable, threshold: float):
     "The tables that `repeated` reads."
@@ -241,10 +244,10 @@ class Watch:
         self.db.execute(f"""CREATE OR REPLACE TEMP TABLE trained AS {runs_of('FROM source')};
             CREATE OR REPLACE TEMP TABLE pairs AS SELECT DISTINCT rare_watched.owner AS a, trained.owner AS b
             FROM (SELECT owner, unnest(runs) AS run FROM trained) AS trained JOIN rare_watched USING (run)""")
-        found, seen = rows_of(self.db, f"""SELECT a, b FROM ({shared("watched", "trained")}) WHERE {self.threshold}::DOUBLE
-            <= CASE WHEN size_a >= {LONG} THEN common/size_a ELSE common/(size_a + size_b - common) END
-            ORDER BY b, a"""), [[] for _ in texts]
-        for test, text in found: seen[text].append(self.keys[test])
+        part = f"CASE WHEN size_a >= {LONG} THEN common/size_a ELSE common/(size_a + size_b - common) END"
+        matches, seen = rows_of(self.db, f"""SELECT a, b FROM ({shared("watched", "trained")})
+            WHERE {part} >= {self.threshold}::DOUBLE ORDER BY b, a"""), [[] for _ in texts]
+        for test, text in matches: seen[text].append(self.keys[test])
         return seen
 
 # %% ../../nbs/data/07_deduplication.ipynb #ff5e3678
@@ -259,16 +262,16 @@ class Seen(NamedTuple):
 def look(rows: list, watch: Watch) -> list: # of `Seen`
     "What rows contain of the test sets."
     texts = [[row["query"], *row["positives"], *row["negatives"]] for row in rows]
-    found = iter(watch(list(chain.from_iterable(texts))) if watch.keys else [])
-    return [seen_of(row, [set(next(found, ())) for _ in own], watch) for row, own in zip(rows, texts)]
+    shown = iter(watch(list(chain.from_iterable(texts))) if watch.keys else [])
+    return [seen_of(row, [set(next(shown, ())) for _ in mine], watch) for row, mine in zip(rows, texts)]
 
-def seen_of(row: dict, found: list, watch: Watch) -> Seen: # found: a set for each text of the row
+def seen_of(row: dict, shown: list, watch: Watch) -> Seen: # shown: a set for each text of the row
     "What one row contains, from what each of its texts does."
     rest = 1 + len(row["positives"])
-    keys = set().union(*found[:rest])
+    keys = set().union(*shown[:rest])
     answered = lambda test, query: any((test, "documents", d) in keys for d in watch.answers.get((test, query), ()))
     pairs = {(test, number) for test, kind, number in keys if kind == "queries" and answered(test, number)}
-    return Seen(keys, found[rest:], pairs)
+    return Seen(keys, shown[rest:], pairs)
 
 # %% ../../nbs/data/07_deduplication.ipynb #9cee3943
 def cleaned(row: dict, seen: Seen, remove: str): # -> the row, None, or the row without some of its negatives

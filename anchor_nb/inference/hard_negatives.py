@@ -94,9 +94,9 @@ def nearest(queries: np.ndarray,  # [queries, hidden] fp32
 # %% ../../nbs/inference/02_hard_negatives.ipynb #9c70f13c
 def nearest_in(clusters: Clusters, queries: np.ndarray, known: list, k: int) -> Near: # see `nearest`
     "The `k` nearest documents of each query in the clusters that are looked at; the scores of known ones are exact."
-    own = [np.unique(numbers) for numbers in known]
-    scores, numbers = clusters.search(queries, k + max(map(len, own)))
-    for row, mine in enumerate(own): scores[row, np.isin(numbers[row], mine)] = -np.inf
+    excluded = [np.unique(numbers) for numbers in known]
+    scores, numbers = clusters.search(queries, k + max(map(len, excluded)))
+    for row, theirs in enumerate(excluded): scores[row, np.isin(numbers[row], theirs)] = -np.inf
     scores[numbers < 0] = -np.inf
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     vectors = clusters.encoded.rows([number for numbers in known for number in numbers])
@@ -226,10 +226,10 @@ def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine,
         write_text(file, "".join(json.dumps(dict(text=row["query"])) + "\n" for row in (table[n] for n in rows)))
         for _, vectors in vectors_of(file, recipe, embedder, instruction, "query"):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
-            own = [known[n] for n in part]
+            excluded = [known[n] for n in part]
             if clusters and not facts: facts["search"] = clusters.tune(vectors[:500], recipe.last_rank)
-            if clusters: yield part, nearest_in(clusters, vectors, own, recipe.last_rank)
-            else: yield part, nearest(vectors, (shard for _, shard in documents), own, recipe.last_rank,
+            if clusters: yield part, nearest_in(clusters, vectors, excluded, recipe.last_rank)
+            else: yield part, nearest(vectors, (shard for _, shard in documents), excluded, recipe.last_rank,
                                       device="cuda" if usable_gpus() else "cpu")
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #4ca59ebb
@@ -257,8 +257,8 @@ def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> tuple: # (row nu
     "Find the negatives of every row."
     known, counts = pool_texts(table, pool, recipe)
     pool.file.flush()
-    search, mined, about = near_by_words if recipe.model == "bm25" else near_by_model, {}, {}
-    for rows, near in search(name, table, pool, known, recipe, about):
+    search, mined, more = near_by_words if recipe.model == "bm25" else near_by_model, {}, {}
+    for rows, near in search(name, table, pool, known, recipe, more):
         scores = near.known.split([len(known[n]) for n in rows])
         lowest = torch.stack([values[:counts[n]].min() for n, values in zip(rows, scores)])
         limit = ceiling(lowest, recipe)
@@ -267,7 +267,7 @@ def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> tuple: # (row nu
         facts = zip(lowest.tolist(), near.scores[:, 0].tolist(), refused)
         for n, negatives, values, fact in zip(rows, chosen, scores, facts):
             mined[n] = Mined(*negatives, values.tolist(), *fact)
-    return mined, about
+    return mined, more
 
 # %% ../../nbs/inference/02_hard_negatives.ipynb #c606ad83
 def rounded(scores: list) -> list: # fp32 has no more digits than these
@@ -353,11 +353,11 @@ def mine(recipe: Mine) -> dict: # dataset -> its report
     with new_folder(out/"pairs") as pairs:
         for name, table in tables.items():
             pool = Pool(out/"texts"/f"{name}-documents.jsonl")
-            mined, about = mine_dataset(name, table, pool, recipe)
+            mined, more = mine_dataset(name, table, pool, recipe)
             check_left(name, mined, recipe)
             rows = mined_rows(name, table, pool, mined, recipe)
             written = write_pairs(pairs, name, rows, recipe.format, place=out/"pairs")
-            report[name] = summary(list(mined.values()), len(pool), recipe) | about | dict(written=written["rows"])
+            report[name] = summary(list(mined.values()), len(pool), recipe) | more | dict(written=written["rows"])
             pool.file.close()
         write_text(out/"report.json", json.dumps(report, indent=1) + "\n")
     return report

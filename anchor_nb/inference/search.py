@@ -107,61 +107,64 @@ def search(queries,                # [queries, dimension], or one vector: array 
     order = np.lexsort((numbers, -scores))
     return Found(np.take_along_axis(scores, order, 1), np.take_along_axis(numbers, order, 1))
 
-# %% ../../nbs/inference/01_search.ipynb #9bccff84
+# %% ../../nbs/inference/01_search.ipynb #3cc4dc01
+def write_faiss(index, file: Path):
+    "The file appears when it is complete."
+    import faiss
+    draft = draft_of(file)
+    faiss.write_index(index, str(draft))
+    draft.replace(file)
+
+def cluster_centres(encoded: Encoded, file: Path): # -> an empty index
+    "An index that has its cluster centres and no vector; made where it is not there."
+    import faiss
+    if not file.is_file():
+        rows, dimension = len(encoded), encoded.records[0]["dimension"]
+        clusters = max(1, min(4*math.isqrt(rows), rows//40)) # as faiss advises
+        sample = np.concatenate([vectors[::max(1, rows//(40*clusters))] for _, vectors in encoded])
+        index = faiss.index_factory(dimension, f"IVF{clusters},Flat", faiss.METRIC_INNER_PRODUCT)
+        index.train(sample)
+        write_faiss(index, file)
+    return faiss.read_index(str(file))
+
+def build_clusters(encoded: Encoded, folder: Path):
+    "The index of all vectors: made shard by shard, so that a run that was stopped resumes, and then one file."
+    from faiss.contrib.ondisk import merge_ondisk
+    folder.mkdir(exist_ok=True)
+    index, parts, first = cluster_centres(encoded, folder/"centres"), [], 0
+    for number in range(encoded.manifest["shards"]):
+        parts.append(folder/f"part-{number:06}")
+        rows = encoded.records[number]["rows"]
+        if not parts[-1].is_file():
+            index.reset()
+            index.add_with_ids(encoded.shard(number)[1], np.arange(first, first + rows))
+            write_faiss(index, parts[-1])
+        first += rows
+    index.reset()
+    merge_ondisk(index, [str(part) for part in parts], str(folder/"vectors"))
+    write_faiss(index, folder/"index")
+    for part in parts: part.unlink()
+
+# %% ../../nbs/inference/01_search.ipynb #734136bb
 RECALL = 0.95 # ours: of the exact search's documents, what must be found
 
 class Clusters:
-    "An encoded corpus by cluster, on disk; made where it is not there, and a run that was stopped resumes."
+    "An encoded corpus by cluster, on disk; made where it is not there."
     def __init__(self, encoded: Encoded):
         try: import faiss
         except ImportError:
             raise ValueError('search=approximate needs faiss: pip install "anchor_nb[search]", or use '
                              "search=exact") from None
-        self.faiss, self.encoded, self.folder = faiss, encoded, encoded.folder/"clusters"
-        self.folder.mkdir(exist_ok=True)
-        if not (self.folder/"index").is_file(): self.build()
-        self.index = faiss.read_index(str(self.folder/"index"), faiss.IO_FLAG_ONDISK_SAME_DIR)
-
-    def trained(self):
-        "An empty index with its cluster centres."
-        if not (file := self.folder/"trained").is_file():
-            rows, dimension = len(self.encoded), self.encoded.records[0]["dimension"]
-            clusters = max(1, min(4*math.isqrt(rows), rows//40)) # as faiss advises
-            sample = np.concatenate([vectors[::max(1, rows//(40*clusters))] for _, vectors in self.encoded])
-            index = self.faiss.index_factory(dimension, f"IVF{clusters},Flat", self.faiss.METRIC_INNER_PRODUCT)
-            index.train(sample)
-            self.write(index, file)
-        return self.faiss.read_index(str(file))
-
-    def write(self, index, file: Path):
-        "The file appears when it is complete."
-        draft = draft_of(file)
-        self.faiss.write_index(index, str(draft))
-        draft.replace(file)
-
-    def build(self):
-        "Shard by shard, then all of them in one file."
-        from faiss.contrib.ondisk import merge_ondisk
-        index, parts, first = self.trained(), [], 0
-        for number in range(self.encoded.manifest["shards"]):
-            parts.append(self.folder/f"part-{number:06}")
-            rows = self.encoded.records[number]["rows"]
-            if not parts[-1].is_file():
-                index.reset()
-                index.add_with_ids(self.encoded.shard(number)[1], np.arange(first, first + rows))
-                self.write(index, parts[-1])
-            first += rows
-        index.reset()
-        merge_ondisk(index, [str(part) for part in parts], str(self.folder/"vectors"))
-        self.write(index, self.folder/"index")
-        for part in parts: part.unlink()
+        self.encoded, folder = encoded, encoded.folder/"clusters"
+        if not (folder/"index").is_file(): build_clusters(encoded, folder)
+        self.index = faiss.read_index(str(folder/"index"), faiss.IO_FLAG_ONDISK_SAME_DIR)
 
     def search(self, queries: np.ndarray, k: int) -> tuple: # (scores, numbers), both [queries, k]; -1: no more
         "The nearest documents in the clusters that are looked at."
         return self.index.search(queries, k)
 
     @torch.inference_mode()
-    def tune(self, queries: np.ndarray, k: int) -> dict: # clusters, how many are looked at, recall and of how many queries
+    def tune(self, queries: np.ndarray, k: int) -> dict: # clusters, how many are looked at, recall, queries it is of
         "Look at as many clusters as `RECALL` takes; reads the whole corpus once."
         k = min(k, len(self.encoded))
         top, first, probes = Top(len(queries), k, "cpu"), 0, 1
@@ -170,8 +173,8 @@ class Clusters:
             first += len(vectors)
         while True:
             self.index.nprobe = probes = min(probes, self.index.nlist)
-            found = self.search(queries, k)[1]
-            recall = np.mean([len(np.intersect1d(*row)) for row in zip(found, top.numbers.numpy())])/k
+            numbers = self.search(queries, k)[1]
+            recall = np.mean([len(np.intersect1d(*row)) for row in zip(numbers, top.numbers.numpy())])/k
             if recall >= RECALL or probes == self.index.nlist:
                 return dict(clusters=self.index.nlist, looked_at=probes, recall=round(float(recall), 4),
                             queries=len(queries))

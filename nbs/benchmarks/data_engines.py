@@ -184,7 +184,8 @@ def anchor_nb(folder: Path, work: Path, threads: int) -> np.ndarray:
             for _, query, text in pl.read_parquet(file).iter_rows(): yield dict(query=query, positives=[text])
     with database(work/"search.duckdb", threads=threads) as db:
         find_repeated(db, rows(), THRESHOLD)
-        return np.array([row for row, in rows_of(db, "SELECT row FROM equal UNION ALL SELECT row FROM near ORDER BY 1")])
+        dropped = rows_of(db, "SELECT row FROM equal UNION ALL SELECT row FROM near ORDER BY 1")
+    return np.array(dropped)[:, 0]
 
 
 def polars(folder: Path, work: Path, threads: int, parts: int = 8) -> np.ndarray:

@@ -34,7 +34,7 @@ def test_duplicates_are_those_of_the_slow_search(texts, threshold):
     assert all(earlier in kept for earlier, _ in found.values())
 
 
-# of several scripts: letters with and without case, digits, marks, signs, and what NFKC changes
+# several scripts: letters with and without case, digits, marks, signs, and what NFKC changes
 LETTERS = "aBzéß ıİΣςσ дЖ 日本語 ाि कख ١٢ ⅷ½² _ .,!? +*# 🙂 ﬁ\u0300\u200b\u00a0\n"
 
 
@@ -94,8 +94,8 @@ def planted(folder: Path, rows=4000) -> Path:
         lines.append((query, words))
     folder.mkdir()
     for part in range(4):
-        deduplication.write_pairs(folder, f"part{part}", [row(query, " ".join(words))
-                                                          for query, words in lines[part::4]])
+        rows = [row(query, " ".join(words)) for query, words in lines[part::4]]
+        deduplication.write_pairs(folder, f"part{part}", rows)
     return folder
 
 
@@ -126,11 +126,12 @@ deduplication.dedup_pairs(sys.argv[1], sys.argv[2])
 def test_a_search_that_was_killed_resumes(tmp_path, monkeypatch):
     data = planted(tmp_path/"data")
     dedup_pairs(str(data), str(tmp_path/"whole"))
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(data), str(tmp_path/"out")], capture_output=True)
+    command = [sys.executable, "-c", KILLED, str(data), str(tmp_path/"out")]
+    killed = subprocess.run(command, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     with database(tmp_path/"out/search.duckdb") as db:
         assert deduplication.rows_of(db, "SELECT max(rows) FROM finished") == [(1000,)]
-    monkeypatch.setattr(deduplication, "plain_rows", lambda rows: (1/0 for _ in rows)) # nothing is read for the search again
+    monkeypatch.setattr(deduplication, "plain_rows", lambda rows: (1/0 for _ in rows)) # nothing is read again
     dedup_pairs(str(data), str(tmp_path/"out"))
     assert content(tmp_path/"out") == content(tmp_path/"whole")
 

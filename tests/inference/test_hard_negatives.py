@@ -301,7 +301,8 @@ def stop_after(count, real):
     calls = []
     def limited(*given):
         calls.append(given)
-        if len(calls) > count: raise KeyboardInterrupt
+        if len(calls) > count:
+            raise KeyboardInterrupt
         return real(*given)
     return limited
 
