@@ -1935,6 +1935,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'anchor_nb/inference/filtering.py'),
                                                'anchor_nb.inference.filtering.filtered': ( 'inference/filtering.html#filtered',
                                                                                            'anchor_nb/inference/filtering.py'),
+                                               'anchor_nb.inference.filtering.left_over': ( 'inference/filtering.html#left_over',
+                                                                                            'anchor_nb/inference/filtering.py'),
                                                'anchor_nb.inference.filtering.margin_summary': ( 'inference/filtering.html#margin_summary',
                                                                                                  'anchor_nb/inference/filtering.py'),
                                                'anchor_nb.inference.filtering.margins': ( 'inference/filtering.html#margins',

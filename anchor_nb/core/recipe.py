@@ -324,7 +324,7 @@ class Mine(Recipe):
     first_rank: int = setting(0, "how many of the best-ranked other documents are skipped",
                               "ours: the limits on scores do this better", bound=">=0")
     last_rank: int = setting(100, "how many of the best-ranked other documents to choose among", "gritlm-re: 100")
-    search: str = setting("exact", "exact, or approximate: in the nearest clusters alone, for millions of documents", "ours",
+    search: str = setting("exact", "exact, or approximate: in the nearest clusters, for millions of documents", "ours",
                           ("exact", "approximate"))
     choose: str = setting("top", "top takes the best within the limits, random draws among them",
                           "NV-Retriever: top", ("top", "random"))

@@ -7,6 +7,7 @@ __all__ = ['filter_pairs']
 
 # %% ../../nbs/inference/03_filtering.ipynb #caf05df2
 import json
+from array import array
 from itertools import islice
 from pathlib import Path
 from typing import Iterable, Iterator
@@ -71,12 +72,19 @@ def check_ends(minimum: float, maximum: float, each: str, format: str, out: str)
     ending(format)
 
 # %% ../../nbs/inference/03_filtering.ipynb #ff59b37e
-def margin_summary(scores: list, # of each row
+def left_over(table: Iterable, scores: Iterable, hardest: array, minimum: float, maximum: float, each: str) -> Iterator:
+    "The rows that stay; `hardest` receives the smallest margin of every row, NaN where it has none."
+    for row, values in zip(table, scores):
+        hardest.append(min(margins(values), default=np.nan))
+        if left := filtered(row, values, minimum, maximum, each): yield left
+
+def margin_summary(hardest: array, # smallest margin of each row, NaN where it has none
                    minimum: float, maximum: float, bins: int = 40) -> dict: # plain values
     "Counts and a histogram of the margins of rows."
-    values = np.array([min(margins(row)) for row in scores if row[1]], np.float32)
+    values = np.array(hardest, np.float32)
+    values = values[~np.isnan(values)]
     counts, edges = np.histogram(values, bins)
-    return dict(rows=len(scores), without_negatives=len(scores) - len(values), below=int((values < minimum).sum()),
+    return dict(rows=len(hardest), without_negatives=len(hardest) - len(values), below=int((values < minimum).sum()),
                 above=int((values > maximum).sum()), quantiles=dict(margin=quantiles(values)),
                 histogram=dict(edges=edges.tolist(), margin=counts.tolist()))
 
@@ -103,10 +111,10 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     recipe = Mine(data=data, out=out, instructions=instructions)
     with new_folder(Path(out)/"pairs") as pairs:
         for name, table in tables.items():
-            instruct = instruction_of(name, recipe)
-            scores = list(score_rows(table, embedder, instruct) if embedder else stored_scores(name, table))
-            left = (filtered(row, values, minimum, maximum, each) for row, values in zip(table, scores))
-            written = write_pairs(pairs, name, filter(None, left), format, place=Path(out)/"pairs")
-            report[name] = margin_summary(scores, minimum, maximum) | dict(written=written["rows"])
+            instruct, hardest = instruction_of(name, recipe), array("f")
+            scores = score_rows(table, embedder, instruct) if embedder else stored_scores(name, table)
+            left = left_over(table, scores, hardest, minimum, maximum, each)
+            written = write_pairs(pairs, name, left, format, place=Path(out)/"pairs")
+            report[name] = margin_summary(hardest, minimum, maximum) | dict(written=written["rows"])
         write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
     return report
