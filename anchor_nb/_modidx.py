@@ -563,6 +563,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'anchor_nb/data/deduplication.py'),
                                               'anchor_nb.data.deduplication.find_repeated': ( 'data/deduplication.html#find_repeated',
                                                                                               'anchor_nb/data/deduplication.py'),
+                                              'anchor_nb.data.deduplication.has': ( 'data/deduplication.html#has',
+                                                                                    'anchor_nb/data/deduplication.py'),
                                               'anchor_nb.data.deduplication.kept_rows': ( 'data/deduplication.html#kept_rows',
                                                                                           'anchor_nb/data/deduplication.py'),
                                               'anchor_nb.data.deduplication.look': ( 'data/deduplication.html#look',

@@ -58,16 +58,22 @@ def database(path="", # empty: in memory and in a temporary folder
     if not path: settings["temp_directory"] = tempfile.gettempdir()
     try: return duckdb.connect(str(path or ":memory:"), config=settings)
     except duckdb.IOException as error:
-        raise OSError(f"{path} is in use: {error}; wait for the other process, or choose another out") from None
+        raise OSError(f"{path} cannot be used: {error}; wait for the other process, or choose another out") from None
+    except duckdb.ProgrammingError as error:
+        raise ValueError(f"memory={memory!r}, threads={threads}: {error}; give memory such as 2GB, and threads as a "
+                         "whole number, 0 for one on each core") from None
 
 def rows_of(db, query: str) -> list: # of tuples
     "What a query finds."
     return db.execute(query).fetchall()
 
+def has(db, table: str) -> bool:
+    "Whether a table is there."
+    return bool(rows_of(db, f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{table}'"))
+
 def once(db, table: str, query: str):
     "Make a table, unless it is there."
-    if not rows_of(db, f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{table}'"):
-        db.execute(f"CREATE TABLE {table} AS {query}")
+    if not has(db, table): db.execute(f"CREATE TABLE {table} AS {query}")
 
 def feed(db, name: str, rows: Iterable, kinds: dict): # rows: tuples; kinds: column -> Arrow's type
     "Rows of Python as a table that can be read once, `BATCH` of them in memory at a time."
@@ -137,7 +143,7 @@ def near_blocks(db, threshold: float, parts: int, pool: str = "rare", first: int
             HAVING count(*) = {parts} AND min(common/(size_a + size_b - common)) >= {t} ORDER BY b, a""")
 
 # %% ../../nbs/data/07_deduplication.ipynb #f14ec834
-TEXT = dict(owner="int64", part="int8", text="string")
+TEXT = dict(owner="int64", part="int8", text="large_string")
 
 def near_texts(texts: list,     # `plain`
                threshold: float = 0.8, # ours, as for duplicates
@@ -150,7 +156,7 @@ def near_texts(texts: list,     # `plain`
         for _, pairs in near_blocks(db, threshold, 1): yield from pairs
 
 # %% ../../nbs/data/07_deduplication.ipynb #7a2f1462
-ROW = dict(row="int64", query="string", positive="string")
+ROW = dict(row="int64", query="large_string", positive="large_string")
 
 def plain_rows(rows: Iterable) -> Iterator: # rows in the common form; -> tuples as in `ROW`
     "The texts that rows are compared by; several positives count as one text."
@@ -351,7 +357,9 @@ def search(out: str, data: str, columns: dict, threshold: float, memory: str, th
     decides += [columns, threshold, duckdb.__version__, __version__, runs_of("")]
     key, path = hashlib.sha256(json.dumps(decides).encode()).hexdigest(), Path(out)/SEARCH
     path.parent.mkdir(parents=True, exist_ok=True)
-    db = database(path, memory, threads)
+    there, db = path.exists(), database(path, memory, threads)
+    if there and not has(db, "identity"):
+        raise ValueError(f"{path} is a database that this command did not make; choose another out, or move it away")
     once(db, "identity", f"SELECT '{key}' AS key")
     if rows_of(db, "FROM identity") == [(key,)]: return db
     db.close()

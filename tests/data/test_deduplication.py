@@ -136,6 +136,14 @@ def test_a_search_that_was_killed_resumes(tmp_path, monkeypatch):
     assert content(tmp_path/"out") == content(tmp_path/"whole")
 
 
+def test_a_database_of_somebody_else_stays(tmp_path):
+    data = planted(tmp_path/"data", 20)
+    (tmp_path/"out").mkdir()
+    with database(tmp_path/"out/search.duckdb") as db: db.execute("CREATE TABLE mine AS SELECT 1 AS x")
+    with pytest.raises(ValueError, match="did not make"): dedup_pairs(str(data), str(tmp_path/"out"))
+    with database(tmp_path/"out/search.duckdb") as db: assert deduplication.rows_of(db, "FROM mine") == [(1,)]
+
+
 def test_other_data_begins_anew(tmp_path, monkeypatch):
     data = planted(tmp_path/"data", 200)
     monkeypatch.setattr(deduplication, "contamination", lambda *_: 1/0)
@@ -152,6 +160,8 @@ def test_other_data_begins_anew(tmp_path, monkeypatch):
                                             (dict(remove="some"), "choose one of none"),
                                             (dict(threshold=-1), "threshold=-1"),
                                             (dict(format="csv"), "choose one of anchor_nb"),
+                                            (dict(memory="lots"), "memory='lots'"),
+                                            (dict(threads=-1), "threads=-1"),
                                             (dict(out=""), "out is empty"), (dict(data="nowhere"), "neither a folder "
                                                                                                    "nor a file")])
 def test_bad_input_of_deduplication(tmp_path, given, message):
