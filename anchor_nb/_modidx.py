@@ -2547,6 +2547,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'anchor_nb/models/engines.py'),
                                           'anchor_nb.models.engines.groups_of': ( 'models/engines.html#groups_of',
                                                                                   'anchor_nb/models/engines.py'),
+                                          'anchor_nb.models.engines.int8_is_fast': ( 'models/engines.html#int8_is_fast',
+                                                                                     'anchor_nb/models/engines.py'),
                                           'anchor_nb.models.engines.int8_linears': ( 'models/engines.html#int8_linears',
                                                                                      'anchor_nb/models/engines.py'),
                                           'anchor_nb.models.engines.int8_rows': ( 'models/engines.html#int8_rows',
