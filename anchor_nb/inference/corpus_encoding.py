@@ -22,6 +22,7 @@ from ..core.progress import announce, progress
 from ..core.settings import Recipe, check_names, identity, setting
 from ..core.redaction import without_secrets
 from ..data.prompts import Prompt
+from ..data.shards import is_address
 from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines,
                                    read_json, renamed, slice_rows)
 from ..data.retrieval_sets import set_in, texts_file
@@ -345,8 +346,8 @@ def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
     "Cut a corpus into shards, and describe it; ValueError when it has no rows."
     sources, hashes, pieces = survey_all(settings.corpus, settings.shard_rows)
     total = lambda source: sum(piece.rows for piece in pieces if piece.source == source)
-    corpus = [dict(source=source if source.startswith("hf:") else Path(source).name, sha256=digest, rows=total(source))
-              for source, digest in zip(sources, hashes)]
+    name = lambda source: source if source.startswith("hf:") or is_address(source) else Path(source).name
+    corpus = [dict(source=name(source), sha256=digest, rows=total(source)) for source, digest in zip(sources, hashes)]
     if not pieces:
         raise ValueError(f"{settings.corpus} holds no row; give a corpus with at least one")
     vectors = vector_identity(*planned(settings.model, settings.pooling, settings.max_length), settings.instruction,

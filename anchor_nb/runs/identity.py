@@ -10,7 +10,7 @@ import hashlib, json, os
 from dataclasses import fields
 from pathlib import Path
 from .. import __version__
-from ..data.tables import content_hash
+from ..data.tables import content_hash, is_mixture, mixture
 from ..data.retrieval_sets import split_off
 from ..core.settings import identity
 from ..core.redaction import without_secrets
@@ -40,6 +40,8 @@ def files_content(path: str) -> str: # sha256, of a dataset with its name before
     "Files as a stage reads them: a dataset is named after its file, and the name chooses instruction and ratio."
     folder, split = split_off(path)
     place, content = Path(folder), content_at(folder)
+    if content and is_mixture(place):
+        return " ".join(f"{name} {content_hash(source)}" for name, source in mixture(place).items())
     if content and (place.is_file() or (place/"state.json").is_file()): content = f"{place.name} {content}"
     return f"{content}:{split}" if content and split else content
 

@@ -17,7 +17,7 @@ from ..core.progress import announce
 from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
-from ..data.rows import Batch, Batches, examples, kept_out, load_pairs, strangers, undrawn
+from ..data.rows import Batch, Batches, Stream, examples, kept_out, load_pairs, strangers, undrawn
 from ..data.tables import RowTable, content_hash, find_sources
 from ..losses.contrastive import sizes_of
 from ..losses.distillation import check_scale
@@ -114,11 +114,18 @@ def check_contrast(rules: BatchRules, used: dict, names: list, instructions): # 
         raise ValueError("few_shot needs queries with instructions, and no row or dataset has one; set instructions to "
                          "corpora or to a YAML file")
 
+def looked_through(tables: dict) -> dict: # name -> a table of which a column can be had
+    "Tables, and the first rows of streams."
+    return {name: table.sample() if isinstance(table, Stream) else table for name, table in tables.items()}
+
 def check_rows(inputs): # `Inputs`
     "Refuse settings that these rows, or a model of this size, leave without effect."
     rules, tables = inputs.rules, inputs.tables
+    if getattr(inputs.recipe, "few_shot", 0) and inputs.groups:
+        raise ValueError(f"few_shot draws examples from all rows, and {', '.join(sorted(inputs.groups))} is read in "
+                         "place; copy the shards into a local folder first, or set few_shot=0")
     if inputs.stage == "stage2":
-        drawn = {name: tables[name] for name in inputs.drawn}
+        drawn = looked_through({name: tables[name] for name in inputs.drawn})
         check_contrast(rules, drawn, sorted(tables), inputs.instructions)
         sizes_of(inputs.config.hidden_size, rules.matryoshka_dims)
     for name in tables: # an instruction that leaves no room for text
@@ -185,14 +192,16 @@ class Inputs(Resolved):
 
     def apply_preset(self):
         "Settle what the preset decides, and which rows each step draws."
-        drawn, negatives = {name: self.tables[name] for name in self.drawn}, getattr(self.recipe, "negatives", 0)
+        drawn = looked_through({name: self.tables[name] for name in self.drawn})
+        negatives = getattr(self.recipe, "negatives", 0)
         lengths_at = partial(pair_lengths, self.formatter, drawn, self.instructions, negatives)
         sizes = {name: len(table) for name, table in self.tables.items()}
         used = [sizes[name] for name in self.drawn] or [1] # where ratios leave none, `Batches` says so
         recipe, self.why = decide(self.recipe, used, lengths_at, self.begun)
         check_sizes(recipe)
         self.settle(recipe)
-        self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios) # step -> rows
+        self.groups = {name: table.groups for name, table in self.tables.items() if isinstance(table, Stream)}
+        self.batches = Batches(sizes, recipe.global_batch, recipe.seed, recipe.ratios, self.groups) # step -> rows
 
 def check_inputs(recipe: Training) -> Inputs:
     "Find whatever is wrong with a recipe or its data before anything is written."
