@@ -16,8 +16,8 @@ from ..experiments.torchrun import read_pairs
 from .app import DATA, MODEL_HELP, USE, AsJson, Parameters, answering, app, argument, option, printable
 
 # %% ../../nbs/cli/04_data.ipynb #c4d9b1e2
-Pairs = argument(str, "a table (CSV, TSV, JSON, JSONL, parquet, .xlsx), a folder of such tables, a saved dataset, or "
-                      "hf:org/name")
+Pairs = argument(str, "a table (CSV, TSV, JSON, JSONL, parquet, .xlsx), a folder of such tables, a saved dataset, "
+                      "hf:org/name, shards at an address (s3://bucket/nq/*.parquet), or a .yaml of several")
 Columns = option(str, "columns that hold our fields, such as '{query: frage, positive: antwort}'", "--columns")
 
 def read_columns(text: str) -> dict: # our field -> the data's

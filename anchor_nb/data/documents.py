@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 from ..core.names import near_paths
 from .deduplication import plain
+from .shards import is_address
 from .tables import check_columns, files_below, find_sources, format_of, table_rows
 
 # %% ../../nbs/data/11_documents.ipynb #af239778
@@ -201,11 +202,12 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
     if several := [ours for ours, named in columns.items() if not isinstance(named, str)]:
         raise ValueError(f"columns gives {several[0]} the name {columns[several[0]]!r}; documents take one column each")
     place = Path(source).expanduser()
-    if not source.startswith("hf:") and not place.exists() and not Path(source.partition(":")[0]).exists():
+    far = source.startswith("hf:") or is_address(source)
+    if not far and not place.exists() and not Path(source.partition(":")[0]).exists():
         near = f"did you mean {' or '.join(near_paths(source))}?" if near_paths(source) else (
             "give a folder of texts, a table, or hf:org/name")
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
-    if source.startswith("hf:") or is_tables(place) or not place.exists():
+    if far or is_tables(place) or not place.exists():
         tables = find_sources(source).values()
         documents, skipped = [document for table in tables for document in from_table(table, columns)], {}
     elif place.is_file(): documents, skipped = [read_alone(place)], {}

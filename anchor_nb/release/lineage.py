@@ -142,7 +142,9 @@ def data_run(data: str, beside: Path) -> Run | None: # data: as a recipe names i
 
 def origin(data: str, name: str, sha256: str, beside: Path) -> dict: # made: what was changed, the last change first
     "Where a data set came from, as far as files prove it."
-    if data.startswith("hf:"): return dict(source=data[3:], hub=data[3:], made=[])
+    if data.startswith("hf:"): # hf:owner/name, or shards at hf://datasets/owner/name
+        hub = "/".join(data.removeprefix("hf://datasets/").removeprefix("hf:").split("/")[:2])
+        return dict(source=hub, hub=hub, made=[])
     built = [built_corpus(pairs_folder(place), sha256) for place in candidates(data, beside)]
     if any(built): return next(filter(None, built)) | dict(made=[])
     run = data_run(data, beside)
