@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/cli/04_data.ipynb #8e18baa0
+import math
 import os
 from pathlib import Path
 
@@ -63,16 +64,17 @@ Format = option(str, "anchor_nb, gritlm or columns", "--format")
 NewPairs = option(str, "folder for the pairs that are left, and for the report", "--out")
 
 @app.command("filter", rich_help_panel=DATA)
-def filter_pairs(data: Pairs, out: NewPairs, minimum: option(float, "smallest margin that is kept", "--min-margin"),
-                 maximum: option(float, "largest margin that is kept", "--max-margin"),
-                 model: option(str, "run folder, model folder, hub id or short name; none: the scores that mined "
-                                    "rows carry") = "",
+def filter_pairs(data: Pairs, out: NewPairs,
+                 minimum: option(float, "smallest margin that is kept", "--min-margin") = -math.inf,
+                 maximum: option(float, "largest margin that is kept", "--max-margin") = math.inf,
+                 model: option(str, "run folder, model folder, hub id or short name, of an embedder or a "
+                                    "cross-encoder; none: the scores that mined rows carry") = "",
                  each: option(str, "what is kept or not: row, or negative, each by its own margin") = "row",
                  instructions: option(str, "paper, corpora, none, or a YAML file") = "paper",
                  max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
                  format: Format = "anchor_nb", columns: Columns = "",
                  as_json: AsJson = False):
-    "Keep rows whose margin, weakest positive less hardest negative, lies between two ends."
+    "Score rows, and keep those whose margin, weakest positive less hardest negative, lies between two ends."
     from anchor_nb.inference.filtering import filter_pairs
     with answering(as_json) as answer:
         result = filter_pairs(data, out, minimum, maximum, model, each, format, instructions, max_length,

@@ -12,12 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Iterable, Iterator
 import numpy as np
+import torch
 from ..core.files import keep_apart, new_folder, write_text
 from ..core.recipe import Mine
 from ..data.rows import load_pairs
+from ..data.tables import content_hash, find_sources
 from ..data.writers import check_target, ending, write_pairs
+from ..runs.identity import content_at, model_content
 from ..models.embedder import AnchorEmbedder
-from ..models.loading import chain
+from ..models.loading import chain, small_files
 from ..models.resolve import find_model
 from .hard_negatives import instruction_of, quantiles
 
@@ -26,9 +29,10 @@ def score_rows(rows: Iterable,      # in the common form
                embedder,            # anything with `encode_query` and `encode_document`
                instruction=lambda row, number: "", # of a row and its number
                batch: int = 2048,   # rows at a time
+               first: int = 0,      # number of the first row
               ) -> Iterator:        # of (scores of the positives, scores of the negatives)
     "The score of every text of a row for its query: the cosine."
-    numbered = enumerate(rows)
+    numbered = enumerate(rows, first)
     while part := list(islice(numbered, batch)):
         instructions = [instruction(row, number) for number, row in part]
         queries = embedder.encode_query([row["query"] for _, row in part], instructions, normalize_embeddings=True)
@@ -36,6 +40,49 @@ def score_rows(rows: Iterable,      # in the common form
         vectors = dict(zip(texts, embedder.encode_document(texts, normalize_embeddings=True)))
         for query, (_, row) in zip(queries, part):
             yield tuple([float(query @ vectors[text]) for text in row[side]] for side in ("positives", "negatives"))
+
+# %% ../../nbs/inference/03_filtering.ipynb #c2f00c01
+def is_cross_encoder(model: str) -> bool:
+    "Whether a model reads two texts together and gives a score."
+    config = small_files(find_model(model))/"config.json"
+    names = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
+    return any(name.endswith("ForSequenceClassification") for name in names or [])
+
+def load_cross_encoder(model: str, max_length: int = 0): # -> sentence_transformers.CrossEncoder
+    "A cross-encoder; ValueError for one that gives a query and a text more than one number."
+    from sentence_transformers import CrossEncoder
+    judge = CrossEncoder(find_model(model), max_length=max_length or None)
+    if judge.num_labels != 1:
+        raise ValueError(f"{model} classifies into {judge.num_labels} classes, and a margin needs one score of a query "
+                         "and a text; take a reranker")
+    return judge
+
+def judge_rows(rows: Iterable, judge, batch: int = 64) -> Iterator: # as `score_rows`; judge: a `CrossEncoder`
+    "The scores of a cross-encoder: its logits."
+    rows = iter(rows)
+    while part := list(islice(rows, batch)):
+        pairs = [(row["query"], text) for row in part for text in (*row["positives"], *row["negatives"])]
+        scores = iter(judge.predict(pairs, activation_fn=torch.nn.Identity(), show_progress_bar=False).tolist())
+        for row in part: yield tuple([next(scores) for _ in row[side]] for side in ("positives", "negatives"))
+
+# %% ../../nbs/inference/03_filtering.ipynb #c2f00c03
+def written_down(path: Path, decides: list, score) -> Iterator: # as `score_rows`; score: of the number of the first row
+    "Scores, first those that are in a file, then those of `score`, which are added to it."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head, done, end = json.dumps(decides) + "\n", 0, 0
+    with open(path, "a+", encoding="utf-8", newline="\n") as file:
+        file.seek(0)
+        if file.readline() == head:
+            end = file.tell()
+            while (line := file.readline()).endswith("\n"): # the last one may be half of a line
+                done, end = done + 1, file.tell()
+                yield tuple(json.loads(line))
+        file.truncate(end)
+        if not end: file.write(head)
+        for scores in score(done):
+            file.write(json.dumps(scores) + "\n")
+            file.flush()
+            yield scores
 
 # %% ../../nbs/inference/03_filtering.ipynb #c73e8949
 def stored_scores(name: str, rows: Iterable) -> Iterator: # as `score_rows`
@@ -88,12 +135,22 @@ def margin_summary(hardest: array, # smallest margin of each row, NaN where it h
                 above=int((values > maximum).sum()), quantiles=dict(margin=quantiles(values)),
                 histogram=dict(edges=edges.tolist(), margin=counts.tolist()))
 
+# %% ../../nbs/inference/03_filtering.ipynb #c2f00c05
+def scores_by(model: str, recipe: Mine, max_length: int): # -> function of a name, rows and the first one's number
+    "How a model scores the rows of a dataset; empty: the scores that they carry."
+    if not model: return lambda name, rows, first: stored_scores(name, rows)
+    if is_cross_encoder(model):
+        judge = load_cross_encoder(model, max_length)
+        return lambda name, rows, first: judge_rows(rows, judge)
+    embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length)
+    return lambda name, rows, first: score_rows(rows, embedder, instruction_of(name, recipe), first=first)
+
 # %% ../../nbs/inference/03_filtering.ipynb #9c217bef
 def filter_pairs(data: str,      # folder, file or hf:, as training reads it
                  out: str,       # folder for `pairs` and `report.json`
-                 minimum: float, # smallest margin that is kept
-                 maximum: float, # largest margin that is kept
-                 model: str = "", # run folder, model folder, hub id or short name; empty: the scores in the rows
+                 minimum: float = -np.inf, # smallest margin that is kept
+                 maximum: float = np.inf,  # largest margin that is kept
+                 model: str = "", # an embedder or cross-encoder, by any name; empty: the scores in the rows
                  each: str = "row", # what is kept or dropped: row, or negative, each by its own margin
                  format: str = "anchor_nb", # a key of `writers.FORMATS`
                  instructions: str = "paper", # as in training: paper, none, or a YAML file
@@ -103,18 +160,21 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     "Keep rows or negatives between two margins; ValueError or FileNotFoundError names the fix."
     check_ends(minimum, maximum, each, format, out)
     keep_apart(out, data=data)
-    tables, report, embedder = load_pairs(data, columns=columns), {}, None
+    tables, sources, report = load_pairs(data, columns=columns), find_sources(data), {}
     check_target(out, tables, format, ("report.json",))
-    if model:
-        keep_apart(out, model=[model, *chain(find_model(model))])
-        embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length)
-    recipe = Mine(data=data, out=out, instructions=instructions)
+    if model: keep_apart(out, model=[model, *chain(find_model(model))])
+    recipe, drafts = Mine(data=data, out=out, instructions=instructions), []
+    decides = [model, model and model_content(find_model(model)), instructions, content_at(instructions), max_length,
+               columns]
+    score = scores_by(model, recipe, max_length)
     with new_folder(Path(out)/"pairs") as pairs:
         for name, table in tables.items():
-            instruct, hardest = instruction_of(name, recipe), array("f")
-            scores = score_rows(table, embedder, instruct) if embedder else stored_scores(name, table)
+            hardest, from_row = array("f"), lambda first: score(name, islice(table, first, None), first)
+            if model: drafts.append(Path(out)/f".scores-{name}.jsonl")
+            scores = written_down(drafts[-1], [content_hash(sources[name]), *decides], from_row) if model else from_row(0)
             left = left_over(table, scores, hardest, minimum, maximum, each)
             written = write_pairs(pairs, name, left, format, place=Path(out)/"pairs")
             report[name] = margin_summary(hardest, minimum, maximum) | dict(written=written["rows"])
         write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
+    for draft in drafts: draft.unlink() # the rows have them now
     return report

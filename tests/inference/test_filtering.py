@@ -1,12 +1,18 @@
 "Filtering by margin: what is kept, and whose scores decide."
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.data.rows import parsed
+from anchor_nb.core.recipe import Stage2
+from anchor_nb.data.rows import load_pairs, parsed
 from anchor_nb.data.tables import find_sources
+from anchor_nb.data.writers import write_pairs
 from anchor_nb.inference.filtering import filter_pairs, filtered, margins
 from anchor_nb.models.embedder import AnchorEmbedder
-from common import toy_pairs
+from anchor_nb.models.resolve import find_model
+from anchor_nb.training.trainer import train
+from common import files, recipe, toy_pairs
 
 
 @settings(deadline=None)
@@ -31,3 +37,76 @@ def test_scores_are_those_of_single_texts(tmp_path):
     for each in list(parsed(str(tmp_path/"out/pairs/toy.jsonl")))[::7]:
         scores = embedder.encode_document(each["positives"] + each["negatives"]) @ embedder.encode_query(each["query"])
         np.testing.assert_allclose(each["positive_scores"] + each["negative_scores"], scores, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory) -> str:
+    "A random cross-encoder with the words of MiniLM."
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+    place, source = tmp_path_factory.mktemp("reranker"), find_model("minilm")
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                        intermediate_size=64, num_labels=1, initializer_range=0.5)
+    BertForSequenceClassification(config).eval().save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return str(place)
+
+
+@pytest.fixture
+def judged(tmp_path) -> str:
+    "150 rows with negatives: three batches of a cross-encoder."
+    table = load_pairs(toy_pairs())["toy"].select(range(150))
+    write_pairs(tmp_path/"my", "toy", table)
+    return str(tmp_path/"my")
+
+
+def test_a_cross_encoder_judges(judged, reranker, tmp_path):
+    "Its scores are those of one pair at a time, whatever the batch; stage II learns from them."
+    from sentence_transformers import CrossEncoder
+    report = filter_pairs(judged, str(tmp_path/"out"), model=reranker)["toy"]
+    assert report["written"] == report["rows"] == 150
+    judge, rows = CrossEncoder(reranker), list(parsed(str(tmp_path/"out/pairs/toy.jsonl")))
+    for row in rows[::37]:
+        texts = row["positives"] + row["negatives"]
+        alone = [float(judge.predict([(row["query"], text)], activation_fn=torch.nn.Identity())[0]) for text in texts]
+        np.testing.assert_allclose(row["positive_scores"] + row["negative_scores"], alone, atol=1e-5)
+    spread = [score for row in rows for score in row["positive_scores"]]
+    assert max(spread) - min(spread) > 0.01, "a model that says the same of everything shows nothing"
+    train(recipe(Stage2, tmp_path/"run", steps=2, warmup_steps=0, negatives=1, data=str(tmp_path/"out/pairs"),
+                 distillation="margin_mse", teacher_temperature=1.0))
+
+
+def test_scores_survive_a_stop(judged, reranker, tmp_path, monkeypatch):
+    "The same command resumes; other rows begin anew; nothing is left lying about."
+    from sentence_transformers import CrossEncoder
+    predict, asked = CrossEncoder.predict, []
+    def breaks(self, pairs, **how):
+        asked.append(len(pairs))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return predict(self, pairs, **how)
+    monkeypatch.setattr(CrossEncoder, "predict", breaks)
+    with pytest.raises(KeyboardInterrupt): filter_pairs(judged, str(tmp_path/"out"), model=reranker)
+    assert not (tmp_path/"out/pairs").exists()
+    filter_pairs(judged, str(tmp_path/"out"), model=reranker)
+    assert len(asked) == 4, "the first batch was judged twice"
+    assert sorted(path.name for path in (tmp_path/"out").iterdir()) == ["pairs", "report.json"]
+    filter_pairs(judged, str(tmp_path/"whole"), model=reranker)
+    assert files(tmp_path/"out") == files(tmp_path/"whole")
+
+    del asked[:]
+    with pytest.raises(KeyboardInterrupt): filter_pairs(judged, str(tmp_path/"other"), model=reranker)
+    path = tmp_path/"my/toy.jsonl"
+    path.write_text("".join(path.read_text().splitlines(True)[1:]))
+    filter_pairs(judged, str(tmp_path/"other"), model=reranker)
+    assert len(asked) == 5 and len(list(parsed(str(tmp_path/"other/pairs/toy.jsonl")))) == 149
+
+
+def test_a_classifier_is_no_judge(judged, reranker, tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    AutoModelForSequenceClassification.from_pretrained(reranker, num_labels=3, ignore_mismatched_sizes=True
+                                                       ).save_pretrained(tmp_path/"classes")
+    AutoTokenizer.from_pretrained(reranker).save_pretrained(tmp_path/"classes")
+    with pytest.raises(ValueError, match="classifies into 3 classes"):
+        filter_pairs(judged, str(tmp_path/"out"), model=str(tmp_path/"classes"))
