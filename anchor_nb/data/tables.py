@@ -6,7 +6,7 @@
 __all__ = ['open_table', 'file_hash', 'content_hash', 'table_rows', 'is_mixture', 'mixture', 'find_sources']
 
 # %% ../../nbs/data/01_tables.ipynb #8ae142ea
-import bz2, csv, gzip, hashlib, io, json, lzma, os, shutil, time, warnings, zlib
+import bz2, csv, gzip, hashlib, io, json, lzma, os, shutil, tempfile, time, warnings, zlib
 from functools import lru_cache
 from glob import escape
 from importlib.util import find_spec
@@ -279,17 +279,46 @@ class RowTable:
     def select(self, numbers) -> "RowTable": return RowTable([self.rows[int(n)] for n in numbers])
 
 # %% ../../nbs/data/01_tables.ipynb #d0b239de
-def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None): # kinds: column -> type; -> a table
+def features_of(kinds: dict): # kinds: column -> type; -> datasets.Features
+    "The types of a table; a list type such as [str] is a column of lists."
+    import datasets
+    value = lambda kind: datasets.Value({str: "string", float: "float64"}[kind])
+    return datasets.Features({name: datasets.Sequence(value(kind[0])) if isinstance(kind, list) else value(kind)
+                              for name, kind in kinds.items()})
+
+STREAM = "rows.arrow" # in a cached table that was written block by block
+
+def write_stream(folder: Path, tables: Iterator, schema): # tables: of pyarrow.Table
+    "A folder with a file of all tables; none where they end with an exception."
+    import pyarrow
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as draft:
+        try:
+            with pyarrow.ipc.new_stream(str(Path(draft)/STREAM), schema) as file:
+                for table in tables: file.write_table(table)
+        except Unusual: return
+        folder.mkdir()
+        (Path(draft)/STREAM).replace(folder/STREAM)
+
+def of_generator(rows, features, folder: Path, key: dict): # -> datasets.Dataset
+    "The table of `rows(**key)`, row by row; its exceptions are those of `rows`."
+    import datasets
+    try: return datasets.Dataset.from_generator(rows, features=features, cache_dir=str(folder), gen_kwargs=key)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+
+class Unusual(Exception):
+    "Rows that are to be read one by one."
+
+def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None, # kinds: as `features_of` takes them
+                 tables=None): # function of a schema: the same rows as Arrow tables, or `Unusual`; -> a table
     """The table of `rows(**key)`, made once for each `key`; a damaged one is rebuilt, with a warning.
 
-    A list type such as [str] is a column of lists. Without the package `datasets` the rows stay in memory.
+    Without the package `datasets` the rows stay in memory.
     """
     try: import datasets
     except ModuleNotFoundError: return RowTable(list(rows(**key)))
     from filelock import FileLock
-    value = lambda kind: datasets.Value({str: "string", float: "float64"}[kind])
-    features = datasets.Features({name: datasets.Sequence(value(kind[0])) if isinstance(kind, list) else value(kind)
-                                  for name, kind in kinds.items()})
+    features = features_of(kinds)
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE)/"anchor_nb"/name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -297,10 +326,9 @@ def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None): # k
         if folder.exists() and (wrong := damage(folder)):
             if (folder/RECORD).exists(): warnings.warn(f"the cached table of {source} is damaged; rebuilding: {wrong}")
             shutil.rmtree(folder)
-        try:
-            table = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(folder), gen_kwargs=key)
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise error.__cause__ or error from None
+        if tables and not folder.exists(): write_stream(folder, tables(features.arrow_schema), features.arrow_schema)
+        if (folder/STREAM).is_file(): table = datasets.Dataset.from_file(str(folder/STREAM))
+        else: table = of_generator(rows, features, folder, key)
         if not (folder/RECORD).exists(): seal(folder)
     return table
 

@@ -5,9 +5,10 @@ import warnings
 
 import pandas
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from anchor_nb.data.rows import load_pairs, parse_row, parsed
-from anchor_nb.data.tables import content_hash, find_sources
+from anchor_nb.data.rows import KINDS, load_pairs, parse_row, parsed, plain_tables
+from anchor_nb.data.tables import Unusual, content_hash, features_of, find_sources
 
 GOOD = '{"query": "a question", "positive": "an answer"}\n'
 
@@ -20,7 +21,7 @@ GOOD = '{"query": "a question", "positive": "an answer"}\n'
     ('{"query": ["a", "b"], "positive": "c"}', ", field 'query' is a list of two texts"),
     ('{"query": "a", "positive": "b", "negatives": [["c", "d"]]}', ", field 'negatives[0]' is a list of two texts"),
     ('{"query": "a", "pos": ["b", ["c", "d"]]}', ", field 'pos[1]' is a list of two texts"),
-    ('{"query": "a", "positive": "b", "x": ' + "[" * 2000 + "]" * 2000 + "}", ": JSON nested too deeply"),
+    ('{"query": "a", "positive": "b", "negatives": ' + "[" * 2000 + "]" * 2000 + "}", ": JSON nested too deeply"),
     ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 400 + "]}",
      ", field 'positive_scores[0]' is not a finite number"),
     ('{"query": "a", "positive": "b", "positive_scores": [1' + "0" * 5000 + "]}", ": a number that cannot be read"),
@@ -87,3 +88,45 @@ def test_a_file_name_that_is_not_utf8_is_refused(tmp_path):
 def test_a_mark_at_the_start_of_a_file_is_no_error(tmp_path):
     (tmp_path/"a.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert [row["query"] for row in parsed(str(tmp_path/"a.jsonl"))] == ["a question"]
+
+
+SCHEMA = features_of(KINDS).arrow_schema
+TEXTS = st.sampled_from(["a question", "an answer", "2020-01-01", "", " ", "\u2003", "\x1c", "x\u00a0", "\ud83d",
+                         "\U0001f600", "5"])
+ODD = st.sampled_from([None, 5, True, [], ["a", "b"], ["a", None], [["i", "a"]], {}, [1, 0.5], [0.5], [float("inf")],
+                       [True]])
+ROWS = st.lists(st.fixed_dictionaries(
+    dict(query=st.one_of(TEXTS, ODD), positive=st.one_of(TEXTS, st.lists(TEXTS, max_size=2), ODD)),
+    optional=dict(negatives=st.one_of(st.lists(TEXTS, max_size=2), ODD), negative_2=TEXTS, anchor=TEXTS, id=ODD,
+                  instruction=st.one_of(TEXTS, ODD), positive_scores=ODD, negative_scores=ODD, label=ODD)), max_size=4)
+GOOD_ROWS = st.lists(st.fixed_dictionaries(
+    dict(query=st.sampled_from(["a", "5", "2020-01-01"]), positive=st.sampled_from(["b", "\U0001f600"])),
+    optional=dict(negatives=st.lists(st.sampled_from(["c", "d"]), max_size=2), instruction=st.just("i"),
+                  id=st.just(7))), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(ROWS, GOOD_ROWS), st.sampled_from(["", "\n", " \n", "\ufeff", '{"query": "a"} {"query": "b"}\n']))
+def test_rows_read_in_blocks_are_those_read_one_by_one(tmp_path, rows, first):
+    "What Arrow takes for plain is what the usual reader gives; it leaves to that reader whatever is not."
+    path = tmp_path/"some.jsonl"
+    path.write_text(first + "".join(json.dumps(row) + "\n" for row in rows))
+    try: blocks = [row for table in plain_tables(str(path), {}, SCHEMA) for row in table.to_pylist()]
+    except Unusual: return
+    assert blocks == list(parsed(str(path)))
+
+
+@pytest.mark.parametrize("rows, columns", [
+    ([dict(query="a", positive="b")]*3, {}),
+    ([dict(anchor="2020-01-01", positive="b", negative="c", id=1)]*3, {}),
+    ([dict(query="a", pos=["b", "c"], neg=[]), dict(query="a", pos=["b"], neg=["d"])], {}),
+    ([dict(query="a", positive="b", negatives=["c"], positive_scores=[1], negative_scores=[0.5], instruction="i"),
+      dict(query="a", positive="b", negatives=[])], {}),
+    ([dict(frage="a", antwort="b", falsch="c")]*2, dict(query="frage", positive="antwort", negative="falsch"))])
+def test_plain_files_are_read_in_blocks(rows, columns, tmp_path):
+    pandas.DataFrame(rows).to_parquet(tmp_path/"a.parquet")
+    (tmp_path/"a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("a.jsonl", "a.parquet"):
+        source = str(tmp_path/name)
+        blocks = [row for table in plain_tables(source, columns, SCHEMA) for row in table.to_pylist()]
+        assert blocks == list(parsed(source, columns)) == list(load_pairs(source, tmp_path/"cache", columns)["a"])
