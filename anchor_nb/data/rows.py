@@ -227,6 +227,7 @@ def plain_fields(names: list, columns: dict) -> dict: # "query", "positive" and,
     expect(not any(name in MEANS for name in left if name not in fields.values()))
     return fields
 
+# %% ../../nbs/data/02_rows.ipynb #d3f00c05
 def as_lists(column, single: bool = True): # -> (values of all rows, [rows] how many of them); single: may be no list
     "A column of values or of lists of them; a missing value is an empty list."
     import pyarrow as pa, pyarrow.compute as pc

@@ -171,7 +171,8 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
         for name, table in tables.items():
             hardest, from_row = array("f"), lambda first: score(name, islice(table, first, None), first)
             if model: drafts.append(Path(out)/f".scores-{name}.jsonl")
-            scores = written_down(drafts[-1], [content_hash(sources[name]), *decides], from_row) if model else from_row(0)
+            decided = [content_hash(sources[name]), *decides]
+            scores = written_down(drafts[-1], decided, from_row) if model else from_row(0)
             left = left_over(table, scores, hardest, minimum, maximum, each)
             written = write_pairs(pairs, name, left, format, place=Path(out)/"pairs")
             report[name] = margin_summary(hardest, minimum, maximum) | dict(written=written["rows"])

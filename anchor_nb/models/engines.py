@@ -59,11 +59,12 @@ def groups_of(columns: int) -> int:
 
 @cache
 def int8_is_fast() -> bool:
-    "Whether this CPU multiplies int8 by instructions of its own (VNNI, AMX); without, torch takes 45 times as long as in fp32."
+    "Whether this CPU has instructions for int8 (VNNI, AMX); without them torch takes 45 times as long as in fp32."
     rows = torch.ones(256, GROUP)
     def least(matrix, product): return min(timeit.repeat(lambda: product(matrix, matrix.T), number=1, repeat=3))
     return least(rows.to(torch.int8), torch._int_mm) < 4*least(rows, torch.mm)
 
+# %% ../../nbs/models/09_engines.ipynb #9a1f08ac
 class SharedRows:
     "The latest states in int8, a pair for each group: queries and keys read the same ones, and so do gate and up."
     def __init__(self): self.latest = (None, None)

@@ -82,7 +82,8 @@ def test_other_tools_read_streams(toy, address, tmp_path):
         mine(Mine(data=data, model="bm25", out=str(tmp_path/name/"mined"), negatives=2))
         encode_corpus(data, "tiny", str(tmp_path/name/"vectors"), columns=dict(text="positive"))
         made[name] = ([(tmp_path/name/place/"pairs/toy.jsonl").read_text() for place in ("dedup", "mined")],
-                      Encoded(tmp_path/name/"vectors").rows(range(len(toy))).tolist(), inspect_pairs(data)["datasets"]["toy"]["rows"])
+                      Encoded(tmp_path/name/"vectors").rows(range(len(toy))).tolist(),
+                      inspect_pairs(data)["datasets"]["toy"]["rows"])
     assert made["near"] == made["far"]
 
 
