@@ -74,7 +74,7 @@ def filter_pairs(data: Pairs, out: NewPairs,
                  max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
                  format: Format = "anchor_nb", columns: Columns = "",
                  as_json: AsJson = False):
-    "Score rows, and keep those whose margin, weakest positive less hardest negative, lies between two ends."
+    "Score rows, and keep those whose margin, weakest positive minus hardest negative, lies between two bounds."
     from anchor_nb.inference.filtering import filter_pairs
     with answering(as_json) as answer:
         result = filter_pairs(data, out, minimum, maximum, model, each, format, instructions, max_length,

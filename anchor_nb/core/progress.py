@@ -6,7 +6,7 @@
 __all__ = ['running_shell', 'progress', 'without_bars', 'announce']
 
 # %% ../../nbs/core/06_progress.ipynb #22499719
-import os, sys
+import os, re, sys
 from contextlib import contextmanager
 from pathlib import Path
 from tqdm.auto import tqdm as Auto
@@ -100,5 +100,7 @@ def without_bars():
 def announce(doing: str,      # such as "reading pairs from"
              what: str = ""): # a path or a name, of which the last two parts are shown
     "Announce a task on stderr, in the first process only; silent where progress is off."
+    what = str(what)
+    if "://" in what: what = re.sub(r"://[^/\s]*@", "://", what).partition("?")[0] # no passwords, no signatures
     parts = [doing, "/".join(Path(what).parts[-2:])]
     if kind() != "off": print(*filter(None, parts), "...", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ def is_secret(name: str) -> bool: # does it name a secret?
 # %% ../../nbs/core/04_redaction.ipynb #38041ed7
 HIDDEN = "[hidden]"
 IN_ADDRESS = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@") # of user:password@host
+SIGNED = re.compile(r"([?&][^=&\s]*(?:sig|signature|token|credential)=)[^&\s\"']+", re.IGNORECASE) # of a signed URL
 
 # %% ../../nbs/core/04_redaction.ipynb #efe07d19
 def secret_values(given: dict = None, # parameters that may hold secrets too
@@ -35,7 +36,7 @@ def hide(text: str, secrets: list) -> str:
     "The text without these values, even JSON-escaped ones, and without passwords in URLs."
     for secret in secrets:
         text = text.replace(secret, HIDDEN).replace(json.dumps(secret, ensure_ascii=False)[1:-1], HIDDEN)
-    return IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", text)
+    return SIGNED.sub(rf"\g<1>{HIDDEN}", IN_ADDRESS.sub(rf"\g<1>{HIDDEN}@", text))
 
 # %% ../../nbs/core/04_redaction.ipynb #ea197631
 def without_secrets(value,                # plain values: dicts, lists, strings, numbers

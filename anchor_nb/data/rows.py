@@ -203,7 +203,7 @@ KINDS = dict(query=str, positives=[str], negatives=[str], instruction=str, docum
 
 # %% ../../nbs/data/02_rows.ipynb #d3f00c02
 def expect(plain: bool):
-    "Go on only with plain rows."
+    "`Unusual` unless the rows are plain."
     if not plain:
         raise Unusual
 
@@ -240,7 +240,7 @@ def as_lists(column, single: bool = True): # -> (values of all rows, [rows] how 
     return values, lengths.to_numpy(zero_copy_only=False).astype(np.int64)
 
 def plain_texts(column): # -> (pyarrow array of strings, [rows] how many)
-    "A column of texts, or of lists of texts; `Unusual` for a text that is none."
+    "A column of texts, or of lists of texts; `Unusual` for a value that is not text."
     import pyarrow as pa, pyarrow.compute as pc
     texts, lengths = as_lists(column)
     if pa.types.is_null(texts.type): texts = texts.cast(pa.string())
@@ -328,6 +328,10 @@ class Stream:
         self.groups = tuple(group.rows for group in self.shards.groups)
         if not len(self):
             raise ValueError(f"{source} holds no row; fill it or take it out of the data")
+        names = [name for named in columns.values() for name in (named if isinstance(named, list) else [named])]
+        if unknown := sorted(set(filter(None, names)) - set(self.shards.column_names)):
+            raise ValueError(f"{source}: columns names {', '.join(unknown)}, which no row has; the fields are "
+                             f"{', '.join(self.shards.column_names)}")
         self.sample(100)
 
     def __len__(self) -> int: return len(self.shards)
@@ -343,9 +347,19 @@ class Stream:
     def __getitem__(self, number: int) -> dict: return self.checked(range(len(self))[number], self.shards[number])
 
     def select(self, numbers) -> RowTable:
-        "Rows by number, in this order."
+        "Rows by number, in this order; in place of a faulty one the next, with a warning."
         numbers = list(map(int, numbers))
-        return RowTable([self.checked(*row) for row in zip(numbers, self.shards.select(numbers))])
+        return RowTable([self.good(*row) for row in zip(numbers, self.shards.select(numbers))])
+
+    def good(self, number: int, raw: dict) -> dict:
+        "A row, or the first good one of the eight after it: a run of days does not end at one bad row."
+        try: return self.checked(number, raw)
+        except ValueError as error:
+            warnings.warn(f"{error}; the row after it is taken instead", stacklevel=2)
+            for more in range(1, 9):
+                try: return self[(number + more) % len(self)]
+                except ValueError: continue
+            raise
 
     def sample(self, rows: int = 2048) -> RowTable:
         "The first rows: what is looked at before a run."
@@ -425,7 +439,7 @@ def windows(groups: tuple, *key) -> tuple: # groups: their rows; -> (groups in o
     _, window = np.unique((ends - sizes[order])//TOGETHER, return_inverse=True)
     return order, window, ends[np.append(np.flatnonzero(np.diff(window)), len(groups) - 1)]
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def window_rows(groups: tuple, number: int, *key) -> np.ndarray:
     "The rows of a window in their order."
     order, window, _ = windows(groups, *key)
@@ -519,7 +533,7 @@ def strangers(table, # datasets.Dataset with the columns of `load_source`
              ):      # -> datasets.Dataset
     "Every query with the documents of another row; ValueError for a table of one row, and for a stream."
     if isinstance(table, Stream):
-        raise ValueError("pairing=strangers needs tables of which every row can be had at once; copy the shards into a "
+        raise ValueError("pairing=strangers needs tables whose rows are all at hand; copy the shards into a "
                          "local folder first")
     if len(table) < 2:
         raise ValueError("pairing=strangers needs at least two rows")
@@ -548,17 +562,17 @@ def kept_out(tables: dict, names: list, count: int,
         kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
     return rest, kept
 
-def looked_at(batches: Batches, name: str) -> tuple: # (first row, last row + 1)
-    "Where `undrawn` looks: in all rows of a table, and in the group of a stream that comes last in the first epoch."
+def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, last row + 1)
+    "Where `undrawn` looks: all rows of a table; of a stream the last group of the first epoch, or a few if it is small."
     groups = batches.groups.get(name)
     if not groups: return 0, batches.sizes[name]
     number = int(windows(groups, batches.seed, name, 0)[0][-1])
     end = sum(groups[:number + 1])
-    return end - groups[number], end
+    return max(0, end - max(groups[number], 16*count)), end
 
 def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # name -> [rows]
     "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
-    spans = {name: looked_at(batches, name) for name in names}
+    spans = {name: looked_at(batches, name, count) for name in names}
     used = {name: np.zeros(last - first, bool) for name, (first, last) in spans.items()}
     for step in range(steps):
         batch = batches(step)

@@ -23,7 +23,10 @@ def is_address(source: str) -> bool:
 
 def name_of_address(source: str) -> str: # the name of its data set
     "The last part of an address without a wildcard, less its suffix."
-    parts = [part for part in source.partition("://")[2].split("/") if part and not set(part) & set("*?[")]
+    scheme, _, rest = source.partition("://")
+    if scheme in ("http", "https"): rest = rest.partition("?")[0].partition("#")[0]
+    rest = rest.rpartition("@")[2] if "@" in rest.partition("/")[0] else rest # no user, no password
+    parts = [part for part in rest.split("/") if part and not set(part) & set("*?[")]
     return PurePosixPath(parts[-1]).name.removesuffix(".parquet") if parts else "shards"
 
 # %% ../../nbs/data/00_shards.ipynb #aac44ca2
@@ -34,12 +37,26 @@ def listing(source: str) -> tuple: # (file system, path -> what it says of the f
     except (ImportError, ValueError) as error: # a protocol that needs a package, or one that nobody knows
         raise ValueError(f"{source} cannot be opened: {error}") from None
     system.invalidate_cache() # what was listed before may have changed
-    pattern = path if set(path) & set("*?[") else f"{path.rstrip('/')}/**/*.parquet"
-    there = {path: system.info(path)} if system.isfile(path) else system.glob(pattern, detail=True)
+    there = persistent(lambda: look(system, path), source)
     files = {path: there[path] for path in sorted(there) if there[path]["type"] == "file"}
     if not files:
-        raise FileNotFoundError(f"{source} holds no parquet file; check the address, or write shards there")
+        raise FileNotFoundError(f"{source} holds no parquet file; check the address, in which * ? and [ ] are "
+                                "wildcards, or write shards there")
     return system, files
+
+def look(system, path: str) -> dict: # path -> what the file system says of it
+    "A file, what a pattern matches, or the shards of a folder; those of hidden and unfinished folders do not count."
+    if system.isfile(path): return {path: system.info(path)}
+    if set(path) & set("*?[") and not system.isdir(path): return system.glob(path, detail=True)
+    within = lambda file: file[len(path.rstrip("/")):].split("/")
+    return {file: info for file, info in system.find(path, detail=True).items()
+            if file.endswith(".parquet") and not any(part.startswith((".", "_")) for part in within(file))}
+
+STAMPS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id", "sha256", "mtime", "LastModified", "last_modified", "created")
+
+def stamp(info: dict) -> str: # info: of a file
+    "What changes with a file's content besides its footer, as far as the storage tells."
+    return next((f"{name} {info[name]}" for name in STAMPS if info.get(name)), "")
 
 def persistent(read, path: str, waits: tuple = (1, 4, 16)): # waits: seconds before each further try
     "The result of `read()`; a connection that breaks is tried again."
@@ -49,7 +66,7 @@ def persistent(read, path: str, waits: tuple = (1, 4, 16)): # waits: seconds bef
             raise
         except OSError as error:
             if wait is None:
-                raise OSError(f"{path} could not be read, {len(waits) + 1} times: {error}") from error
+                raise OSError(f"{path} could not be read after {len(waits) + 1} attempts: {error}") from error
             time.sleep(wait)
 
 # %% ../../nbs/data/00_shards.ipynb #509a0b87
@@ -60,15 +77,14 @@ class Group(NamedTuple):
     rows: int
 
 def footer(system, path: str): # -> pyarrow.parquet.FileMetaData
-    "What a parquet file says of itself; ValueError for a file that is none."
+    "The footer of a parquet file; ValueError if it is not one."
     import pyarrow
     from pyarrow import parquet
     def read():
         with system.open(path, "rb") as file: return parquet.read_metadata(file)
     try: return persistent(read, path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} cannot be read as parquet ({error}); write it anew as parquet, or leave it "
-                         "out") from None
+        raise ValueError(f"{path} cannot be read as parquet ({error}); rewrite it as parquet, or leave it out") from None
 
 def fields_of(metadata) -> list: # of names
     "The columns of a file."
@@ -87,6 +103,8 @@ class RowGroups:
         self.groups = [group for group in groups if group.rows]
         rows = [group.rows for group in self.groups]
         self.ends, self.memory = np.cumsum(rows, dtype=np.int64), memory + max(rows, default=0)
+
+    def __getstate__(self) -> dict: return self.__dict__ | dict(kept=OrderedDict()) # a process reads for itself
 
     def __len__(self) -> int: return int(self.ends[-1]) if len(self.ends) else 0
 
@@ -108,7 +126,7 @@ class RowGroups:
         return persistent(read, path)
 
     def tables(self, groups: list) -> list: # of pyarrow.Table
-        "The rows of some groups; what is not in memory is read, and what was used longest ago is dropped for it."
+        "The rows of some groups; what is not in memory is read; the least recently used ones make room."
         absent = [group for group in groups if group not in self.kept]
         with ThreadPoolExecutor(8) as pool: self.kept |= zip(absent, pool.map(self.read, absent))
         for group in groups: self.kept.move_to_end(group)
@@ -122,7 +140,7 @@ class Shards(RowGroups):
     """Parquet files at one address, read by row number.
 
     Shapes and order are those of `datasets.Dataset`: rows are dictionaries, files come in the order of their paths.
-    Raises ValueError or FileNotFoundError for an address that holds nothing, a file that is no parquet, and files
+    Raises ValueError or FileNotFoundError for an address that holds nothing, a file that is not parquet, and files
     with different columns.
     """
     def __init__(self, source: str,  # an address
@@ -133,8 +151,8 @@ class Shards(RowGroups):
         for path, metadata in zip(files, footers):
             if sorted(fields_of(metadata)) != sorted(self.column_names):
                 raise ValueError(f"{path} has the columns {', '.join(fields_of(metadata))}, and the files before it "
-                                 f"{', '.join(self.column_names)}; write all shards of a data set alike")
-        parts = [[files[path]["size"], metadata.to_dict()] for path, metadata in zip(files, footers)]
+                                 f"{', '.join(self.column_names)}; give all shards of a data set the same columns")
+        parts = [[files[path]["size"], stamp(files[path]), metadata.to_dict()] for path, metadata in zip(files, footers)]
         self.sha256 = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
         super().__init__(source, dict(zip(files, footers)), memory)
 
@@ -143,10 +161,11 @@ class Shards(RowGroups):
         numbers = np.asarray(numbers, np.int64)
         held, rows = np.searchsorted(self.ends, numbers, "right"), [None]*len(numbers)
         needed = np.unique(held).tolist()
-        for group, table in zip(needed, self.tables(needed)):
-            places = np.flatnonzero(held == group)
-            first = self.ends[group] - self.groups[group].rows
-            for place, row in zip(places.tolist(), table.take(numbers[places] - first).to_pylist()): rows[place] = row
+        for some in (needed[n:n + 8] for n in range(0, len(needed), 8)): # or all groups would be in memory
+            for group, table in zip(some, self.tables(some)):
+                places = np.flatnonzero(held == group)
+                taken = table.take(numbers[places] - self.ends[group] + self.groups[group].rows)
+                for place, row in zip(places.tolist(), taken.to_pylist()): rows[place] = row
         return rows
 
     def __getitem__(self, number: int) -> dict:
@@ -160,7 +179,7 @@ class Shards(RowGroups):
             for batch in self.tables([group])[0].to_batches(max_chunksize=1024): yield from batch.to_pylist()
 
 # %% ../../nbs/data/00_shards.ipynb #0b441b9c
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def known_shards(source: str, files: str) -> Shards: # files: what was listed, which differs where a file does
     "Footers are not read twice while the files are the same."
     return Shards(source)

@@ -8,6 +8,7 @@ __all__ = ['divide', 'split_pairs']
 # %% ../../nbs/data/10_splitting.ipynb #10527309
 import hashlib, json, math
 from pathlib import Path
+from ..core.redaction import without_secrets
 from ..core.files import keep_apart, new_folder, write_text
 from .tables import find_sources, table_rows
 from .rows import load_pairs
@@ -158,7 +159,7 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
             first += len(table)
         if not any(facts["pairs"].values()):
             raise ValueError(f"the exam would take all {len(rows)} rows of {data}; lower share or queries")
-        write_text(folder/"split.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        write_text(folder/"split.json", json.dumps(without_secrets(facts), indent=1, ensure_ascii=False) + "\n")
     return facts
 
 # %% ../../nbs/data/10_splitting.ipynb #5f95813e

@@ -16,7 +16,7 @@ from ..core.progress import announce
 from ..models.resolve import BUILT_MODELS, MODELS, find_model, spellings
 from ..data.corpora import training_instructions
 from ..data.prompts import LAYOUT_FILE
-from ..data.rows import load_pairs
+from ..data.rows import Stream, load_pairs
 from ..data.tables import content_hash, find_sources
 from ..models.loading import KINDS, WHOLE_BEGINNING, kind_of, json_or_empty
 from ..runs.identity import ENGINE, engine_of
@@ -255,6 +255,7 @@ def instructions_of_pairs(recipe: dict, # of a model's record
         raise ValueError("the pairs have changed")
     given = set()
     for name, rows in load_pairs(recipe["data"], columns=recipe.get("columns", {})).items():
+        rows = rows.sample() if isinstance(rows, Stream) else rows # a stream is judged by its first rows
         instructions = set(rows["instruction"])
         given |= instructions - {""} | (set(table.get(name, [""])) if "" in instructions else set())
     return given

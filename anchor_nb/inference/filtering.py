@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Iterable, Iterator
 import numpy as np
 import torch
+from .. import __version__
 from ..core.files import keep_apart, new_folder, write_text
 from ..core.recipe import Mine
 from ..data.rows import load_pairs
 from ..data.tables import content_hash, find_sources
 from ..data.writers import check_target, ending, write_pairs
-from ..runs.identity import content_at, model_content
+from ..runs.identity import content_at, engine_of, model_content
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, small_files
 from ..models.resolve import find_model
@@ -53,8 +54,8 @@ def load_cross_encoder(model: str, max_length: int = 0): # -> sentence_transform
     from sentence_transformers import CrossEncoder
     judge = CrossEncoder(find_model(model), max_length=max_length or None)
     if judge.num_labels != 1:
-        raise ValueError(f"{model} classifies into {judge.num_labels} classes, and a margin needs one score of a query "
-                         "and a text; take a reranker")
+        raise ValueError(f"{model} has {judge.num_labels} classes, but a margin needs one score per query and text; use a "
+                         "reranker")
     return judge
 
 def judge_rows(rows: Iterable, judge, batch: int = 64) -> Iterator: # as `score_rows`; judge: a `CrossEncoder`
@@ -66,7 +67,7 @@ def judge_rows(rows: Iterable, judge, batch: int = 64) -> Iterator: # as `score_
         for row in part: yield tuple([next(scores) for _ in row[side]] for side in ("positives", "negatives"))
 
 # %% ../../nbs/inference/03_filtering.ipynb #c2f00c03
-def written_down(path: Path, decides: list, score) -> Iterator: # as `score_rows`; score: of the number of the first row
+def written_down(path: Path, decides: list, score) -> Iterator: # as `score_rows`; score: called with the number of the first row to score
     "Scores, first those that are in a file, then those of `score`, which are added to it."
     path.parent.mkdir(parents=True, exist_ok=True)
     head, done, end = json.dumps(decides) + "\n", 0, 0
@@ -86,7 +87,7 @@ def written_down(path: Path, decides: list, score) -> Iterator: # as `score_rows
 
 # %% ../../nbs/inference/03_filtering.ipynb #c73e8949
 def stored_scores(name: str, rows: Iterable) -> Iterator: # as `score_rows`
-    "The scores that rows carry; ValueError names the first row without."
+    "The scores that rows carry; ValueError names the first row without scores."
     for number, row in enumerate(rows):
         if not row["positive_scores"] or len(row["negative_scores"]) != len(row["negatives"]):
             raise ValueError(f"{name}, row {number} has no scores; name a model, or mine the negatives first")
@@ -130,7 +131,9 @@ def margin_summary(hardest: array, # smallest margin of each row, NaN where it h
     "Counts and a histogram of the margins of rows."
     values = np.array(hardest, np.float32)
     values = values[~np.isnan(values)]
-    counts, edges = np.histogram(values, bins)
+    finite = values[np.isfinite(values)].astype(np.float64)
+    low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
+    counts, edges = np.histogram(finite, bins, (low, max(high, low + 1e-3)))
     return dict(rows=len(hardest), without_negatives=len(hardest) - len(values), below=int((values < minimum).sum()),
                 above=int((values > maximum).sum()), quantiles=dict(margin=quantiles(values)),
                 histogram=dict(edges=edges.tolist(), margin=counts.tolist()))
@@ -165,7 +168,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     if model: keep_apart(out, model=[model, *chain(find_model(model))])
     recipe, drafts = Mine(data=data, out=out, instructions=instructions), []
     decides = [model, model and model_content(find_model(model)), instructions, content_at(instructions), max_length,
-               columns]
+               columns, __version__, engine_of("mine")]
     score = scores_by(model, recipe, max_length)
     with new_folder(Path(out)/"pairs") as pairs:
         for name, table in tables.items():

@@ -84,8 +84,9 @@ class Int8Linear(nn.Module):
         self.shared = shared
         for number, part in enumerate(linear.weight.detach().chunk(groups_of(linear.in_features), 1)):
             weight, scale = int8_rows(part)
-            # floats give the very integers: sums of up to 1,040 products stay below 2**24
-            self.register_buffer(f"weight{number}", weight if int8_is_fast() else weight.float())
+            # floats hold these integers exactly: sums of up to 1,040 products stay below 2**24
+            whole = part.shape[1] > 1040 or int8_is_fast()
+            self.register_buffer(f"weight{number}", weight if whole else weight.float())
             self.register_buffer(f"scale{number}", scale[:, 0])
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
@@ -104,8 +105,8 @@ KEPT = "v_proj" # stays in fp32: a thirtieth of the work of SmolLM2, and the lay
 def int8_linears(lm): # a language model in fp32, on the CPU
     "The model with its linear layers in int8."
     if not int8_is_fast():
-        warnings.warn("this CPU has no instructions for int8: precision='int8' gives the vectors that it gives "
-                      "elsewhere, but no faster than 'fp32'", stacklevel=2)
+        warnings.warn("this CPU has no instructions for int8: precision='int8' gives the same vectors as on "
+                      "other machines, but is neither faster nor smaller than 'fp32'", stacklevel=2)
     shared = SharedRows()
     for module in list(lm.modules()):
         for name, child in list(module.named_children()):

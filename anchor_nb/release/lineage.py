@@ -102,6 +102,7 @@ def foundation(model: str) -> dict: # name: to show; hub: its id, or ""; license
 # %% ../../nbs/release/02_lineage.ipynb #5621ecb3
 def public(value, root: Path): # value: plain data; root: the folder that contains the runs
     "Recipe values without paths of this machine."
+    if isinstance(value, str) and value.startswith("file://"): value = value.removeprefix("file://")
     if isinstance(value, dict): return {name: public(item, root) for name, item in value.items()}
     if isinstance(value, list): return [public(item, root) for item in value]
     if not isinstance(value, str) or not (Path(value).is_absolute() or value.startswith(("~", "..", "./"))):
@@ -144,6 +145,7 @@ def origin(data: str, name: str, sha256: str, beside: Path) -> dict: # made: wha
     "Where a data set came from, as far as files prove it."
     if data.startswith("hf:"): # hf:owner/name, or shards at hf://datasets/owner/name
         hub = "/".join(data.removeprefix("hf://datasets/").removeprefix("hf:").split("/")[:2])
+        hub = hub.partition("@")[0].partition(":")[0]
         return dict(source=hub, hub=hub, made=[])
     built = [built_corpus(pairs_folder(place), sha256) for place in candidates(data, beside)]
     if any(built): return next(filter(None, built)) | dict(made=[])

@@ -9,7 +9,7 @@ __all__ = ['add_row', 'keep_rows', 'checkpoints', 'drop_checkpoints', 'locked', 
 import fcntl, json, os, shutil, warnings
 from contextlib import contextmanager
 from pathlib import Path
-from ..core.files import check_whole, damage, write_text
+from ..core.files import check_whole, damage, local_places, write_text
 from ..core.recipe import RECIPES
 from ..core.names import near_paths
 from ..data.tables import find_sources
@@ -107,8 +107,10 @@ def check_places(stage: str, values: dict): # all parameters
 def check_apart(stage: str, values: dict): # parameters, `out` among them
     "ValueError if a stage would write into its input, or training would overwrite the model it starts from."
     out = Path(values["out"]).resolve()
-    for name in ("data", "model", "a", "b", "again", "guide"):
-        if not (source := values.get(name)) or not Path(source).expanduser().exists(): continue
+    given = [("data", source) for source in local_places(values.get("data") or "")]
+    given += [(name, values.get(name)) for name in ("model", "a", "b", "again", "guide")]
+    for name, source in given:
+        if not source or not Path(source).expanduser().exists(): continue
         place = Path(source).expanduser().resolve()
         if name != "data" and (place/"model").is_dir(): place /= "model" # what is read of a run
         if name == "data" and place != out: continue # only the files right in it are read

@@ -10,6 +10,7 @@ import hashlib, json, os
 from dataclasses import fields
 from pathlib import Path
 from .. import __version__
+from ..data.shards import is_address, name_of_address
 from ..data.tables import content_hash, is_mixture, mixture
 from ..data.retrieval_sets import split_off
 from ..core.settings import identity
@@ -38,6 +39,7 @@ def run_content(path: str) -> str: # sha256; empty for a hub id or a short name
 
 def files_content(path: str) -> str: # sha256, of a dataset with its name before it; empty where nothing is there
     "Files as a stage reads them: a dataset is named after its file, and the name chooses instruction and ratio."
+    if is_address(path): return f"{name_of_address(path)} {content_hash(path)}"
     folder, split = split_off(path)
     place, content = Path(folder), content_at(folder)
     if content and is_mixture(place):

@@ -114,15 +114,16 @@ def check_contrast(rules: BatchRules, used: dict, names: list, instructions): # 
         raise ValueError("few_shot needs queries with instructions, and no row or dataset has one; set instructions to "
                          "corpora or to a YAML file")
 
-def looked_through(tables: dict) -> dict: # name -> a table of which a column can be had
+def looked_through(tables: dict) -> dict: # name -> a table whose columns can be read
     "Tables, and the first rows of streams."
     return {name: table.sample() if isinstance(table, Stream) else table for name, table in tables.items()}
 
 def check_rows(inputs): # `Inputs`
     "Refuse settings that these rows, or a model of this size, leave without effect."
     rules, tables = inputs.rules, inputs.tables
-    if getattr(inputs.recipe, "few_shot", 0) and inputs.groups:
-        raise ValueError(f"few_shot draws examples from all rows, and {', '.join(sorted(inputs.groups))} is read in "
+    streams = sorted(set(inputs.groups) & set(inputs.drawn))
+    if getattr(inputs.recipe, "few_shot", 0) and streams:
+        raise ValueError(f"few_shot draws examples from all rows, and {', '.join(streams)} is read in "
                          "place; copy the shards into a local folder first, or set few_shot=0")
     if inputs.stage == "stage2":
         drawn = looked_through({name: tables[name] for name in inputs.drawn})
@@ -184,7 +185,7 @@ class Inputs(Resolved):
         self.drawn = [name for name in whole if recipe.ratios.get(name, 1) > 0] # the datasets that are used
         self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed) # name -> rows
         if getattr(recipe, "pairing", "own") == "strangers":
-            self.tables = {name: strangers(table, recipe.seed) for name, table in self.tables.items()}
+            self.tables |= {name: strangers(self.tables[name], recipe.seed) for name in self.drawn}
         super().__init__(recipe)
         self.apply_preset()
         check_rows(self)

@@ -7,10 +7,14 @@ import pytest
 import yaml
 from pyarrow import parquet
 
+from anchor_nb.core.progress import announce
 from anchor_nb.core.recipe import Mine, Stage1, Stage2
+from anchor_nb.core.redaction import without_secrets
 from anchor_nb.data.deduplication import dedup_pairs
 from anchor_nb.data.inspection import inspect_pairs
 from anchor_nb.data.rows import Batches, load_pairs, undrawn
+from anchor_nb.data.shards import name_of_address
+from anchor_nb.evaluation.encoders import instructions_of_pairs
 from anchor_nb.inference.corpus_encoding import Encoded, encode_corpus
 from anchor_nb.inference.hard_negatives import mine
 from anchor_nb.runs.identity import files_content
@@ -90,7 +94,12 @@ def test_other_tools_read_streams(toy, address, tmp_path):
 def test_a_faulty_row_is_named_by_its_file(toy, tmp_path):
     address = write_shards(tmp_path/"toy", [*toy[:250], dict(toy[0], query=" "), *toy[250:]], shards=2)
     table = load_pairs(address)["toy"] # its first rows are good
-    with pytest.raises(ValueError, match=r"train-\d.parquet, row \d+, field 'query' is empty"): list(table)
+    named = r"train-\d.parquet, row \d+, field 'query' is empty"
+    with pytest.raises(ValueError, match=named): list(table)
+    with pytest.warns(UserWarning, match=named): taken = table.select([250, 251])
+    assert taken[0] == taken[1] == table[251]
+    with pytest.raises(ValueError, match="columns names typo, which no row has"):
+        load_pairs(address, columns=dict(negative="typo"))
     address = write_shards(tmp_path/"other", [dict(frage="a", antwort="b")], shards=1)
     with pytest.raises(ValueError, match="columns='{query: frage, positive: antwort}'"): load_pairs(address)
     renamed = load_pairs(address, columns=dict(query="frage", positive="antwort"))["other"]
@@ -116,3 +125,28 @@ def test_a_run_knows_its_shards(toy, tmp_path):
     write_shards(tmp_path/"toy", toy[1:])
     assert files_content(settings.data) != content
     with pytest.raises(ValueError, match="other content of far"): train(settings)
+
+
+def test_a_source_is_not_overwritten_by_another_name(toy, tmp_path):
+    "Neither an address nor a mixture hides where rows are read."
+    address = write_shards(tmp_path/"mined"/"pairs", toy)
+    (tmp_path/"mix.yaml").write_text(f"toy: '{address}'\nnear: mined/pairs/train-0.parquet\n")
+    for data in (address, str(tmp_path/"mix.yaml")):
+        with pytest.raises(ValueError, match="lost"): dedup_pairs(data, str(tmp_path/"mined"))
+        with pytest.raises(ValueError, match="would change data"):
+            check_inputs(recipe(Stage1, tmp_path/"mined"/"pairs", data=data))
+
+
+def test_no_secret_of_an_address_is_recorded(capsys):
+    address = "s3://user:hunter2hunter2@bucket/nq/*.parquet?X-Amz-Signature=hunter3hunter3"
+    assert name_of_address("s3://user:hunter2hunter2@bucket/*.parquet") == "bucket"
+    assert "hunter" not in json.dumps(without_secrets({"data": address}))
+    announce("reading pairs from", address)
+    assert "hunter" not in capsys.readouterr().err
+
+
+def test_evaluation_knows_the_instructions_of_a_stream(address, tmp_path):
+    settings = recipe(Stage1, tmp_path/"run", data=address, instructions="none")
+    record = check_inputs(settings)
+    assert instructions_of_pairs(dict(data=address, instructions="none"), record.data) == {""}
+    assert instructions_of_pairs(dict(data=address, instructions="paper"), record.data) == {""}

@@ -108,5 +108,5 @@ def test_a_classifier_is_no_judge(judged, reranker, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(reranker, num_labels=3, ignore_mismatched_sizes=True
                                                        ).save_pretrained(tmp_path/"classes")
     AutoTokenizer.from_pretrained(reranker).save_pretrained(tmp_path/"classes")
-    with pytest.raises(ValueError, match="classifies into 3 classes"):
+    with pytest.raises(ValueError, match="has 3 classes"):
         filter_pairs(judged, str(tmp_path/"out"), model=str(tmp_path/"classes"))
