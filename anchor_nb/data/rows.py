@@ -563,7 +563,7 @@ def kept_out(tables: dict, names: list, count: int,
     return rest, kept
 
 def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, last row + 1)
-    "Where `undrawn` looks: all rows of a table; of a stream the last group of the first epoch, or a few if it is small."
+    "Where `undrawn` looks: in all rows of a table, and in what a stream draws at the end of its first epoch."
     groups = batches.groups.get(name)
     if not groups: return 0, batches.sizes[name]
     number = int(windows(groups, batches.seed, name, 0)[0][-1])

@@ -84,7 +84,8 @@ def footer(system, path: str): # -> pyarrow.parquet.FileMetaData
         with system.open(path, "rb") as file: return parquet.read_metadata(file)
     try: return persistent(read, path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} cannot be read as parquet ({error}); rewrite it as parquet, or leave it out") from None
+        raise ValueError(f"{path} cannot be read as parquet ({error}); rewrite it as parquet, or leave it "
+                         "out") from None
 
 def fields_of(metadata) -> list: # of names
     "The columns of a file."
@@ -152,7 +153,7 @@ class Shards(RowGroups):
             if sorted(fields_of(metadata)) != sorted(self.column_names):
                 raise ValueError(f"{path} has the columns {', '.join(fields_of(metadata))}, and the files before it "
                                  f"{', '.join(self.column_names)}; give all shards of a data set the same columns")
-        parts = [[files[path]["size"], stamp(files[path]), metadata.to_dict()] for path, metadata in zip(files, footers)]
+        parts = [[facts["size"], stamp(facts), metadata.to_dict()] for facts, metadata in zip(files.values(), footers)]
         self.sha256 = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
         super().__init__(source, dict(zip(files, footers)), memory)
 

@@ -54,8 +54,8 @@ def load_cross_encoder(model: str, max_length: int = 0): # -> sentence_transform
     from sentence_transformers import CrossEncoder
     judge = CrossEncoder(find_model(model), max_length=max_length or None)
     if judge.num_labels != 1:
-        raise ValueError(f"{model} has {judge.num_labels} classes, but a margin needs one score per query and text; use a "
-                         "reranker")
+        raise ValueError(f"{model} has {judge.num_labels} classes, but a margin needs one score per query and text; "
+                         "use a reranker")
     return judge
 
 def judge_rows(rows: Iterable, judge, batch: int = 64) -> Iterator: # as `score_rows`; judge: a `CrossEncoder`
@@ -67,7 +67,7 @@ def judge_rows(rows: Iterable, judge, batch: int = 64) -> Iterator: # as `score_
         for row in part: yield tuple([next(scores) for _ in row[side]] for side in ("positives", "negatives"))
 
 # %% ../../nbs/inference/03_filtering.ipynb #c2f00c03
-def written_down(path: Path, decides: list, score) -> Iterator: # as `score_rows`; score: called with the number of the first row to score
+def written_down(path: Path, decides: list, score) -> Iterator: # as `score_rows`; score: called with a row's number
     "Scores, first those that are in a file, then those of `score`, which are added to it."
     path.parent.mkdir(parents=True, exist_ok=True)
     head, done, end = json.dumps(decides) + "\n", 0, 0
