@@ -67,8 +67,8 @@ class Training(Recipe):
     "Settings of both training stages."
     model: str = setting("smollm2-135m", "folder, hub id or short name of a causal language model",
                          "ours: small enough for a laptop", reads="model", group="first")
-    data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of them, hf:org/name, s3://.../*.parquet, "
-                            "or a .yaml",
+    data: str = setting("", "a table (CSV, JSONL ...), a folder of them, hf:org/name, s3://.../*.parquet, "
+                            "or a .yaml listing some",
                         "E5 data as the authors prepared it", reads="files", group="first")
     out: str = setting("", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
     preset: str = setting("auto", "what decides settings left at 0 or -1; auto: paper on a GPU, laptop on a CPU",

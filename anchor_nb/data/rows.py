@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['QUERY', 'POSITIVE', 'parse_row', 'parsed', 'Stream', 'load_pairs', 'generator', 'permutation', 'Batches', 'Example',
-           'examples', 'strangers', 'kept_out', 'looked_at', 'undrawn']
+           'examples', 'strangers', 'kept_out', 'undrawn']
 
 # %% ../../nbs/data/02_rows.ipynb #ac7e4b4a
 import difflib, hashlib, json, re, sys, warnings
@@ -546,6 +546,15 @@ def strangers(table, # datasets.Dataset with the columns of `load_source`
     moved = table.select((np.arange(len(table)) + shift) % len(table)).select_columns(theirs).flatten_indices()
     return datasets.concatenate_datasets([table.select_columns(["query", "instruction"]), moved], axis=1)
 
+# %% ../../nbs/data/02_rows.ipynb #b1f00c07
+def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, last row + 1)
+    "Where `undrawn` looks: in all rows of a table, and in what a stream draws at the end of its first epoch."
+    groups = batches.groups.get(name)
+    if not groups: return 0, batches.sizes[name]
+    number = int(windows(groups, batches.seed, name, 0)[0][-1])
+    end = sum(groups[:number + 1])
+    return max(0, end - max(groups[number], 16*count)), end
+
 # %% ../../nbs/data/02_rows.ipynb #3246fff4
 def kept_out(tables: dict, names: list, count: int,
              seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
@@ -561,14 +570,6 @@ def kept_out(tables: dict, names: list, count: int,
         order = generator("held out", seed, name).permutation(len(tables[name]))
         kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
     return rest, kept
-
-def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, last row + 1)
-    "Where `undrawn` looks: in all rows of a table, and in what a stream draws at the end of its first epoch."
-    groups = batches.groups.get(name)
-    if not groups: return 0, batches.sizes[name]
-    number = int(windows(groups, batches.seed, name, 0)[0][-1])
-    end = sum(groups[:number + 1])
-    return max(0, end - max(groups[number], 16*count)), end
 
 def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # name -> [rows]
     "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."

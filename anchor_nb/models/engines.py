@@ -59,7 +59,7 @@ def groups_of(columns: int) -> int:
 
 @cache
 def int8_is_fast() -> bool:
-    "Whether this CPU has instructions for int8 (VNNI, AMX); without them torch takes 45 times as long as in fp32."
+    "Whether this CPU has instructions for int8 (VNNI, AMX); without them torch takes far longer than in fp32."
     rows = torch.ones(256, GROUP)
     def least(matrix, product): return min(timeit.repeat(lambda: product(matrix, matrix.T), number=1, repeat=3))
     return least(rows.to(torch.int8), torch._int_mm) < 4*least(rows, torch.mm)
