@@ -50,6 +50,9 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
                "all-MiniLM-L6-v2 was trained to tell texts apart; to train another model for it: anchor-nb stage2")
 
 # %% ../../nbs/cli/05_models.ipynb #df656516
+Bm25 = option(float | None, "weight of BM25 beside the vectors, from 0 to 1; default: as `adapt` chose for the model, "
+                            "else 0")
+
 @app.command("search", rich_help_panel=USE)
 def search(model: Model,
            corpus: argument(str, "a table (CSV, JSONL, parquet ...), a BEIR folder, shards of `anchor-nb encode`, or "
@@ -62,12 +65,13 @@ def search(model: Model,
            id_field: option(str, "of a row: its id") = "",
            truncate_dim: option(int, "keep so many numbers of a vector; 0: all") = 0,
            columns: option(str, "columns that hold our fields, such as '{text: inhalt, id: nr}'", "--columns") = "",
-           as_json: AsJson = False):
+           bm25: Bm25 = None, as_json: AsJson = False):
     "The texts of a corpus that are nearest to a query."
     from anchor_nb.inference.search import search_corpus
     with answering(as_json) as answer:
         results = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim,
-                                columns=coerce("columns", columns, dict) if columns else {})
+                                columns=coerce("columns", columns, dict) if columns else {},
+                                bm25=bm25)
         line = lambda hit: f"  {hit['score']:.3f}  {hit['id']}  {' '.join(hit['text'].split())[:100]}"
         lines = [text for answers in results for text in (answers["query"], *map(line, answers["hits"]))]
         answer(dict(queries=results), *map(printable, lines))
@@ -187,11 +191,11 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
           k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k") = 10,
           keep: option(str, "folder in which the encoded corpus is kept, so that the page is there at once the next "
                             "time") = "",
-          max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
+          bm25: Bm25 = None, max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
           device: option(str, "such as cuda:1 or cpu; empty: a GPU where there is one") = ""):
     "A search page in the browser: a corpus ranked by one model, or by two side by side. Ctrl-C ends it."
     from anchor_nb.release.serving import serve
-    serve(models_and_corpus[:-1], models_and_corpus[-1], host, port, k, keep=keep, max_length=max_length, device=device)
+    serve(models_and_corpus[:-1], models_and_corpus[-1], host, port, k, keep=keep, bm25=bm25, max_length=max_length, device=device)
 
 # %% ../../nbs/cli/05_models.ipynb #bafac5be
 @app.command("merge", rich_help_panel=USE)

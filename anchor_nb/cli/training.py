@@ -96,16 +96,22 @@ for stage in dict.fromkeys([*RECIPES, *stages()]):
 # %% ../../nbs/cli/02_training.ipynb #48363aa9
 Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
 
+def kept_weight(result: dict) -> float: # of `adapt`
+    "The weight of BM25 beside MiniLM, where that is what one should keep."
+    if result["verdict"]["against"] == "minilm": return 0.0
+    return result["systems"]["minilm + BM25"]["weight"]
+
 def told(place: str, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
     "What an adaptation found, and a search page, or the command for it; the passages are worth it whatever was found."
     result = read_json(Path(place)/"adapt.json")
     if quiet:
         typer.echo("\n".join([result["verdict"]["sentence"], *result["advice"], f"the page: {place}/verdict.html"]))
     models, passages = [result["model"]]*bool(result["model"]) + ["minilm"], f"{place}/steps/read/passages.jsonl"
+    bm25 = None if result["model"] else kept_weight(result)
     if search:
         from anchor_nb.release.serving import serve
-        serve(models, passages, keep=f"{place}/search")
-    else: typer.echo(f"next: anchor-nb serve {' '.join(models)} {passages}")
+        serve(models, passages, keep=f"{place}/search", bm25=bm25)
+    else: typer.echo(" ".join(["next: anchor-nb serve", *models, passages, *([f"--bm25 {bm25:g}"] if bm25 else [])]))
     return result
 
 @app.command("adapt", rich_help_panel=START, help=RECIPES["adapt"].__doc__)

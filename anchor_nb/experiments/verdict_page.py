@@ -73,7 +73,7 @@ def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, ad
 these queries nor their documents, nor near-duplicates of either.</p>
 <h2>All systems</h2><table><tr><th>system</th><th class=n>nDCG@10</th><th class=n>95 % interval</th>
 <th class=n>size</th><th class=n>minutes</th><th></th></tr>{score_rows(facts)}</table>
-<p class=why>Minutes: of training, on this machine. “+ BM25”: fused by reciprocal ranks.</p>
+<p class=why>Minutes: of training, on this machine. “+ BM25”: both scores added.</p>
 {curve_rows(facts['curve'])}
 <h2>What would help</h2><ul>{listed(facts['advice']) or '<li>Nothing that these numbers show.</li>'}</ul>
 <h2>Where it gained</h2>{query_table(facts['gained'], names)}

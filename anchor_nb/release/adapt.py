@@ -26,6 +26,7 @@ from ..evaluation.exam import advice, opened, queries_needed, score_one, sit_exa
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
+from ..inference.search import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of, small_files
 from ..models.resolve import find_model
@@ -37,7 +38,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 8 # raised when a step comes to make something else of the same inputs
+MADE = 9 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -393,19 +394,20 @@ def held_back(decision: dict, unseen: dict) -> dict: # both of `verdict`
 HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training
 
 def choose_step(candidates: dict, dev: Retrieval,
-                known: dict) -> dict: # scores: label -> nDCG@10; gains: label -> at least, in points; chosen: a label
-    "The development split decides which candidate is delivered, and whether together with BM25."
+                known: dict) -> dict: # scores: label -> nDCG@10; gains: label -> at least, in points; weights; chosen
+    "The development split decides which candidate is delivered, and with which weight of BM25."
     systems = {label: candidate for label, candidate in systems_of(candidates).items()
                if label in HAVE or label in candidates}
     sheet = sit_exam(dev, systems, known=known)
     scores = {label: system["score"] for label, system in sheet.items() if label not in HAVE}
     gains = {label: verdict(sheet, label, HAVE)["low"] for label in scores}
-    return dict(scores=scores, gains=gains, chosen=max(gains, key=gains.get))
+    weights = {label.removesuffix(" + BM25"): system["weight"] for label, system in sheet.items() if "weight" in system}
+    return dict(scores=scores, gains=gains, weights=weights, chosen=max(gains, key=gains.get))
 
-def exam_step(candidates: dict, exam: Retrieval, chosen: str, known: dict,
+def exam_step(candidates: dict, exam: Retrieval, chosen: str, weights: dict, known: dict,
               unseen: dict | None) -> dict: # unseen: of `unseen_kind`; None: the queries were not made
     "The exam, the verdict and the queries that changed most."
-    sheet = sit_exam(exam, systems_of(candidates), known=known)
+    sheet = sit_exam(exam, systems_of(candidates), known=known, weights=weights)
     decision = verdict(sheet, chosen, HAVE)
     if unseen is not None: decision = held_back(decision, unseen)
     verdicts = {label: verdict(sheet, label, HAVE) for label, facts in candidates.items() if "why" not in facts}
@@ -472,6 +474,10 @@ CARD = """
 
 Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}. {notes}
 """
+TOGETHER = """
+Search with it together with BM25, whose weight is {weight:g}. `anchor-nb search` and `serve` do so by themselves; in Python:
+`Index(AnchorEmbedder.from_pretrained(FOLDER), texts).search(query, bm25={weight:g})`.
+"""
 
 def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list, chosen: str) -> dict:
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
@@ -481,6 +487,9 @@ def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list
                        notes=" ".join(notes), queries=result["verdict"]["queries"],
                        against=result["verdict"]["against"],
                        theirs=100*result["systems"][result["verdict"]["against"]]["score"])
+    if weight := result["systems"][chosen].get("weight"):
+        write_json(part/"model"/SEARCH, dict(bm25=weight))
+        text += TOGETHER.format(weight=weight)
     card.write_text(card.read_text(encoding="utf-8") + text, encoding="utf-8")
     for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
     (part/"model").rmdir()
@@ -530,13 +539,16 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     names = tuple(name for name in steps.keys if name.startswith("train-"))
     curve = steps.run("curve", lambda part: curve_step(recipe, rows, dev, candidates[f"{MINER} tuned"]),
                       (f"train-{MINER}",)) if recipe.curve else {}
-    chosen = steps.run("choose", lambda part: choose_step(candidates, dev, known), names)["chosen"]
+    choice = steps.run("choose", lambda part: choose_step(candidates, dev, known), names)
+    chosen, weights = choice["chosen"], choice["weights"]
     made = facts["pairs"]["made"]
     unseen = steps.run("unseen", lambda part: unseen_kind(candidates, chosen, passages_in(steps), recipe.seed),
                        ("choose",)) if made else None
-    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, known, unseen), ("choose",),
-                       unseen=unseen)
+    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, weights, known, unseen),
+                       ("choose",), unseen=unseen)
     notes = notes_of(recipe, facts, candidates)
+    listed = ", ".join(f"{weight:g} beside {label}" for label, weight in weights.items())
+    notes.append(f"The development split chose the weight of BM25: {listed}.")
     if unseen:
         span = f"{unseen['low']:+.1f} to {unseen['high']:+.1f}"
         notes.append(f"Asked with the first sentence of a passage for what follows, {unseen['delivered']} is "

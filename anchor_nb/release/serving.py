@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from ..data.corpora import CORPORA, build_corpus
 from ..data.retrieval_sets import read_retrieval, relevant, splits_of, texts_file
+from ..inference.words import DEPTH
 
 # %% ../../nbs/release/06_serving.ipynb #7ed7f18a
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Ranker:
     index: object        # a `search.Index`, which holds its embedder
     stages: list = ()    # from `training_stages`
     rules: object = None # `DecodeRules` of its stage I; None: the default
+    bm25: float = 0.0    # weight of BM25 beside the vectors
 
     @property
     def writes(self) -> bool: return can_write(self.stages)
@@ -86,12 +88,23 @@ class Ranker:
     @property
     def description(self) -> str:
         return " · ".join(filter(None, [stages_line(self.stages), f"{self.index.vectors.shape[1]} dimensions",
+                                        f"with BM25, weight {self.bm25:g}" if self.bm25 else "",
                                         "" if self.takes_instruction else "ignores instructions"]))
 
     def vector(self, query: str, instruction: str = ""): # -> [dimension] fp32 of length 1
         "The embedding of a question."
         return self.index.embedder.encode_query([query], instruction if self.takes_instruction else "",
                                                 normalize_embeddings=True, truncate_dim=self.index.truncate_dim)[0]
+
+    def scores(self, query: str, instruction: str = "") -> np.ndarray: # [texts]
+        "Cosines; with BM25 the fused scores, in [0, 1]."
+        cosines = self.index.vectors @ self.vector(query, instruction)
+        if not self.bm25: return cosines
+        best = np.argsort(-cosines, kind="stable")[:DEPTH]
+        fused = self.index.with_words(query, dict(zip(best.tolist(), cosines[best].tolist())), self.bm25)
+        scores = np.zeros_like(cosines)
+        scores[list(fused)] = list(fused.values())
+        return scores
 
     def written(self, query: str, instruction: str = "", tokens: int = 40) -> str:
         "The text that the model writes, greedily, from the embedding of a question alone."
@@ -148,7 +161,7 @@ def search(rankers: list,                  # of `Ranker`, one or two
     results, answers = [], []
     for ranker in rankers:
         began = time.perf_counter()
-        scores = ranker.index.vectors @ ranker.vector(query, instruction)
+        scores = ranker.scores(query, instruction)
         results.append((scores, *ranks(scores), time.perf_counter() - began))
     for n, (scores, order, _, seconds) in enumerate(results):
         index, hits = rankers[n].index, []
@@ -340,18 +353,21 @@ def running(application): # an ASGI application
 def open_rankers(models: list,   # run folders, model folders, hub ids or short names
                  corpus: Corpus,
                  keep: str = "", # folder that keeps the encoded corpus for next time, an index for each model
+                 bm25: float | None = None, # weight of BM25, from 0 to 1; None: what each model's folder says
                  **how           # for `AnchorEmbedder.from_pretrained`: device, max_length, pooling
                 ) -> list:       # of `Ranker`
     "Load the models, and encode the corpus with each."
     from anchor_nb.inference.decoding import rules_of
-    from anchor_nb.inference.search import open_index
+    from anchor_nb.inference.search import bm25_weight, check_weight, open_index
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.resolve import find_model
+    check_weight(bm25 or 0.0, 1)
     rankers = []
     for name, folder in zip(short_names(models), [find_model(model) for model in models]):
         index = open_index(AnchorEmbedder.from_pretrained(folder, **how), corpus.path,
                            keep and str(Path(keep)/name.replace("/", "-")), show_progress_bar=True)
-        rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder)))
+        weight = bm25_weight(folder) if bm25 is None else bm25
+        rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight))
     return rankers
 
 # %% ../../nbs/release/06_serving.ipynb #9601874b
@@ -361,6 +377,7 @@ def serve(models: list,            # one or two: run folders, model folders, hub
           port: int = 8000,        # 0: any free one
           k: int = 10,             # texts of each model, unless the visitor changes it
           keep: str = "",          # folder that keeps the encoded corpus for next time
+          bm25: float | None = None, # weight of BM25, from 0 to 1; None: what each model's folder says
           **how):                  # for `AnchorEmbedder.from_pretrained`
     "Show the search page until interrupted; ValueError, FileNotFoundError or RuntimeError before a model is loaded."
     need_server()
@@ -371,7 +388,7 @@ def serve(models: list,            # one or two: run folders, model folders, hub
               "machine only", file=sys.stderr)
     with listen(host, port) as taken:
         texts = find_corpus(corpus)
-        rankers = open_rankers(models, texts, keep, **how)
+        rankers = open_rankers(models, texts, keep, bm25, **how)
         names = ("localhost", "127.0.0.1", "::1", host.lower()) if is_loopback(host) else ()
         print(f"{address(taken)}  {texts.name}, {len(rankers[0].index.ids)} texts, "
               f"{' and '.join(ranker.name for ranker in rankers)}; Ctrl-C to stop", flush=True)

@@ -314,7 +314,7 @@ def stop_after(count, real):
     (['{"query": "a", "positive": "b"}'], dict(instructions="somewhere"), "instructions='somewhere'"),
     (['{"query": "a", "positive": "b"}'], dict(model="./nowhere"), "no model folder './nowhere'"),
     (['{"query": "a", "positive": "b"}'], dict(corpus="./nowhere"), "corpus='./nowhere'"),
-    (['{"query": "the", "positive": "of"}'], dict(model="bm25"), "mine with a model"),
+    (['{"query": "the", "positive": "of"}'], dict(model="bm25"), "a model alone"),
     (["{}"], dict(last_rank=2), "last_rank=2 leaves fewer than negatives=3"),
     (["{}"], dict(percentage=120), "percentage must lie in"),
 ])

@@ -16,6 +16,7 @@ from anchor_nb.data.writers import write_pairs
 from anchor_nb.evaluation.encoders import Candidate
 from anchor_nb.evaluation.exam import Ranked
 from anchor_nb.inference.own_pairs import match_pairs
+from anchor_nb.inference.search import bm25_weight
 from anchor_nb.release import adapt as module
 from anchor_nb.release.adapt import adapt, outlook
 
@@ -54,7 +55,7 @@ def quick(monkeypatch, tmp_path):
         calls.append(len(rows))
         return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, dev=0.2, seconds=60.0)
 
-    def sat(exam, systems, max_length=256, known=None):
+    def sat(exam, systems, max_length=256, known=None, weights=None):
         sheet = {}
         for label in [*systems, *(f"{name} + BM25" for name in systems if name != "bm25")]:
             good = rule["tuned"] if "tuned" in label and "BM25" not in label else 0.5
@@ -62,6 +63,7 @@ def quick(monkeypatch, tmp_path):
             ranking = {query: {next(iter(judged)): 1.0} for query, judged in exam.qrels.items()}
             score = sum(values.values())/len(values)
             sheet[label] = dict(score=score, low=score, high=score, seconds=0.1, values=values, ranking=ranking)
+            if "BM25" in label: sheet[label]["weight"] = 0.3
         return sheet
 
     def exported(model, out, **how):
@@ -117,7 +119,7 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     from anchor_nb.cli import training
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
     done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out"), "--quiet"])
-    assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve minilm " in done.output
+    assert done.exit_code == 1 and "Not" in done.output and done.output.rstrip().endswith("passages.jsonl --bm25 0.3"), "with what one should keep"
 
 
 def test_the_exam_shares_no_document_with_training(tmp_path, quick):
@@ -197,10 +199,11 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     assert again["model"] == facts["model"], "a finished run is not repeated"
     system = dict(score=0.5)
     found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
-                 systems={"tiny tuned": system, "bm25": system})
+                 systems={"tiny tuned": system, "tiny tuned + BM25": system | dict(weight=0.3), "bm25": system})
     (tmp_path/"model").mkdir()
     module.export_step(Adapt(**sizes), tmp_path/"model", facts["model"], found, ["A note."], "tiny tuned + BM25")
     assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
+    assert bm25_weight(tmp_path/"model") == 0.3, "what was examined is what is searched with"
     short = Adapt(**sizes | dict(minutes=1e-6))
     left_out = module.size_step(short, "tiny", rows, False)
     assert "was left out" in left_out["why"]
