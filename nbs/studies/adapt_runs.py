@@ -48,7 +48,7 @@ def target(name, root, own):
 
 
 def real_queries(root, out):
-    "BM25, MiniLM as it is and tuned on made pairs, on the queries of the corpus: scores, and tuned minus plain."
+    "BM25, MiniLM as it is and tuned on made pairs, on the queries of the corpus: scores, and what each gains on MiniLM."
     from anchor_nb.data.retrieval_sets import Retrieval
     from anchor_nb.evaluation.encoders import Candidate
     from anchor_nb.evaluation.exam import sit_exam, verdict
@@ -59,9 +59,10 @@ def real_queries(root, out):
     exam = Retrieval("real", "", texts, queries, {f"q{n}": {row["positive"]: 1} for n, row in enumerate(pairs)})
     systems = {label: Candidate(label, source, library="sentence-transformers")
                for label, source in (("minilm", "minilm"), ("minilm tuned", str(out/"steps/train-minilm/model")))}
-    sheet = sit_exam(exam, dict(bm25=Candidate("bm25", "bm25", library="bm25")) | systems)
-    return dict(scores={label: system["score"] for label, system in sheet.items()},
-                tuned=verdict(sheet, "minilm tuned", ["minilm"]))
+    weights = json.loads((out/"steps/choose/step.json").read_text(encoding="utf-8"))["facts"]["weights"]
+    sheet = sit_exam(exam, dict(bm25=Candidate("bm25", "bm25", library="bm25")) | systems, weights=weights)
+    return dict(scores={label: system["score"] for label, system in sheet.items()}, weights=weights,
+                tuned=verdict(sheet, "minilm tuned", ["minilm"]), fused=verdict(sheet, "minilm + BM25", ["minilm"]))
 
 
 def main(name, *settings):
