@@ -187,7 +187,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
                 exam_documents=len(read_retrieval(part/"exam").corpus))
 
 # %% ../../nbs/release/09_adapt.ipynb #9c836f72
-SHARE, TOO_FEW, SEEDS = 0.6, 100, 2 # of the minutes for decoders; pairs; trainings of each, time allowing; ours
+SHARE, ENOUGH, SEEDS = 0.6, 80, 2 # of the minutes for decoders; steps; trainings of each, time allowing; ours
 
 def is_encoder(base: str) -> bool:
     "Whether a base is a sentence-transformers model."
@@ -202,21 +202,22 @@ def bases_of(recipe: Adapt) -> tuple: # (names, whether they were asked for)
                          "rename one of the folders")
     return bases, True
 
-def train_decoder(base: str, rows: list, epochs: int, out: Path, seed: int,
-                  steps: int = 0) -> dict: # steps: 0: as many as the epochs take
+BATCH = 16 # pairs of a step, as preset laptop has it
+
+def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> dict:
     "Stage II on some pairs, resumed where it was stopped."
     from anchor_nb.training.trainer import check_inputs, train
     began = time.perf_counter(), time.process_time()
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
-                    steps=steps or max(20, epochs*len(rows)//16), negatives=int(all(row["negatives"] for row in rows)),
-                    snapshot_steps=len(rows)//16 if epochs > 1 else 0, seed=seed, save_steps=50)
+                    steps=steps, negatives=int(all(row["negatives"] for row in rows)), seed=seed, save_steps=50,
+                    snapshot_steps=len(rows)//BATCH if steps > len(rows)//BATCH else 0)
     with redirect_stdout(sys.stderr):
         inputs = check_inputs(recipe)
         if start_run(recipe.out, inputs.recipe, inputs.data) != "done":
             finish_run(recipe.out, **launch(train, inputs.recipe, processes=1, run_dir=recipe.out))
     facts = read_manifest(recipe.out)
-    return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), epochs=epochs, steps=facts["steps"],
+    return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), steps=facts["steps"],
                 seconds=round(time.perf_counter() - began[0], 1), cpu_seconds=round(time.process_time() - began[1], 1))
 
 def dev_score(source: str, dev: Retrieval, precision: str, known: dict) -> float: # nDCG@10
@@ -236,27 +237,28 @@ def best_snapshot(run: str, dev: Retrieval, precision: str,
     scores = {step: dev_score(source, dev, precision, known) for step, source in places.items()}
     return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
 
-def pass_minutes(base: str, rows: list) -> float:
-    "Minutes of stage II over some pairs, from a few steps that are taken; the plan's estimate was off by two."
-    with tempfile.TemporaryDirectory() as place:
-        run = train_decoder(base, rows[:16*TIMED], 1, Path(place), 0, steps=TIMED)["run"]
-        spent = [row["seconds"] for row in read_lines(Path(run)/"speed.jsonl")]
-    return fmean(spent[1:])*len(rows)/16/60
-
 TIMED = 4 # steps, of which the first does not count
+
+def step_seconds(base: str, rows: list) -> float:
+    "Seconds of a step of stage II, from a few that are taken; the plan's estimate was off by two."
+    with tempfile.TemporaryDirectory() as place:
+        run = train_decoder(base, rows[:BATCH*TIMED], TIMED, Path(place), 0)["run"]
+        return fmean(row["seconds"] for row in read_lines(Path(run)/"speed.jsonl")[1:])
 
 
 # %% ../../nbs/release/09_adapt.ipynb #9d8a8acf
-def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # pairs, epochs, seeds; or why
+def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # steps, seeds; or why
     "How much of a decoder's training fits into the minutes, measured once; `why` says that it is left out."
-    budget, full, count = SHARE*recipe.minutes, max(pass_minutes(base, rows), 1e-9), len(rows)
-    fit = int(count*min(1, budget/full))
-    if fit < TOO_FEW and not asked:
-        return dict(why=f"{base} was left out: {recipe.minutes:g} minutes are enough for {fit} pairs of {count}, "
-                        f"and it needs some hundreds; give more minutes, or base={base}")
-    epochs = max(1, min(recipe.epochs, int(budget/full)))
-    return dict(pairs=max(fit, min(count, TOO_FEW)), epochs=epochs,
-                seeds=max(1, min(SEEDS, int(budget/full/epochs))))
+    most = max(20, recipe.epochs*len(rows)//BATCH)
+    fit = int(60*SHARE*recipe.minutes/max(step_seconds(base, rows), 1e-9))
+    left_out = f"{base} was left out: it needs at least {ENOUGH} steps of {BATCH} pairs, and"
+    if fit < ENOUGH and not asked:
+        return dict(why=f"{left_out} {recipe.minutes:g} minutes are enough for {fit}; give more minutes, or base={base}")
+    if most < ENOUGH and not asked:
+        return dict(why=f"{left_out} {recipe.epochs} passes over {len(rows)} pairs are {most}; give more pairs, or "
+                        f"base={base}")
+    steps = min(most, max(fit, 20))
+    return dict(steps=steps, seeds=max(1, min(SEEDS, fit//steps)))
 
 def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Path, size: dict,
                  known: dict) -> dict: # size: of `size_step`; known: vectors, for `sit_exam`
@@ -264,16 +266,17 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Pat
     from transformers import AutoConfig
     from anchor_nb.training.precision import auto_precision
     if "why" in size: return size
-    few, epochs, trials = rows[:size["pairs"]], size["epochs"], {}
+    steps, trials = size["steps"], {}
     for seed in range(recipe.seed, recipe.seed + size["seeds"]):
-        decides = [base, model_content(base), few, epochs, seed]
+        decides = [base, model_content(base), rows, steps, seed]
         name = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
-        trials[seed] = train_decoder(base, few, epochs, runs/f"{Path(base).name}-{name}", seed)
+        trials[seed] = train_decoder(base, rows, steps, runs/f"{Path(base).name}-{name}", seed)
     precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0]
     facts = trials[best_seed(trials, dev, precision, known)]
     took = {name: round(sum(trial[name] for trial in trials.values()), 1) for name in ("seconds", "cpu_seconds")}
     facts |= took | dict(seeds=list(trials), precision=precision)
-    return facts | (best_snapshot(facts["run"], dev, precision, known) if epochs > 1 else {})
+    return facts | (best_snapshot(facts["run"], dev, precision, known)
+                    if steps > len(rows)//BATCH else {})
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
     "The tuned encoder's score on the development split, by number of pairs."
@@ -614,7 +617,7 @@ def outlook(recipe: Adapt) -> list: # of lines
             size, gain = shape.decoder, cpu_gain(shape.hidden, shape.mlp) # decoders are scored in the faster precision
             passes = size/MINER_SIZE/max(1, gain)
             systems += passes # as it is; the vectors of the tuned one are known by then
-        lines.append(outlook_row(f"train-{Path(base).name}", "as many pairs as fit; scored after each epoch",
+        lines.append(outlook_row(f"train-{Path(base).name}", "as many steps as fit; scored after each epoch",
                                  SHARE*recipe.minutes + recipe.epochs*passes*searched, 16*size))
     if recipe.curve:
         lines.append(outlook_row("curve", "a fourth and half of the pairs", minutes*recipe.epochs*0.75*train))

@@ -193,7 +193,7 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     dev, sizes = subset(read_retrieval(folder/"eval"), 10, 20), dict(documents="x", epochs=2, minutes=600)
     size = module.size_step(Adapt(**sizes), "tiny", rows, True)
     facts = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, tmp_path/"runs", size, {})
-    assert facts["pairs"] == 160 and facts["epochs"] == 2 and facts["steps"] == 20
+    assert facts["pairs"] == 160 and facts["steps"] == 20
     assert list(facts["snapshots"]) == [10, 20] and Path(facts["model"]).is_dir() and facts["seeds"] == [0, 1]
     again = module.decoder_step(Adapt(**sizes), "tiny", rows, dev, tmp_path/"runs", size, {})
     assert again["model"] == facts["model"], "a finished run is not repeated"
@@ -208,15 +208,17 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     left_out = module.size_step(short, "tiny", rows, False)
     assert "was left out" in left_out["why"]
     assert module.decoder_step(short, "tiny", rows, dev, tmp_path/"runs", left_out, {}) == left_out
-    assert module.size_step(short, "tiny", rows, True)["pairs"] == 100, "asked for, it is trained"
+    few = module.size_step(Adapt(**sizes), "tiny", rows, False)
+    assert "2 passes over 160 pairs are 20; give more pairs" in few["why"]
+    assert module.size_step(short, "tiny", rows, True)["steps"] == 20, "asked for, it is trained"
 
 
 @pytest.mark.parametrize("minutes, seeds", [(100, [5, 6]), (50, [5])])
 def test_the_better_of_two_seeds_is_taken_where_there_is_time_for_two(minutes, seeds, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "pass_minutes", lambda *_: 10)
+    monkeypatch.setattr(module, "step_seconds", lambda *_: 45)
     monkeypatch.setattr(module, "dev_score", lambda model, *_: dict(m5=0.2, m6=0.7)[model])
     monkeypatch.setattr(module, "best_snapshot", lambda run, *_: dict(model=run, snapshots={}))
-    monkeypatch.setattr(module, "train_decoder", lambda base, rows, epochs, out, seed: dict(
+    monkeypatch.setattr(module, "train_decoder", lambda base, rows, steps, out, seed: dict(
         model=f"m{seed}", run=f"run-{seed}", seconds=1, cpu_seconds=2))
     asked = Adapt(documents="x", minutes=minutes, epochs=3, seed=5)
     size = module.size_step(asked, "tiny", [{}]*200, True)
