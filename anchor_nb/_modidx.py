@@ -2905,6 +2905,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'anchor_nb.release.adapt.with_negatives': ( 'release/adapt.html#with_negatives',
                                                                                      'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.without_rankings': ( 'release/adapt.html#without_rankings',
+                                                                                       'anchor_nb/release/adapt.py'),
+                                         'anchor_nb.release.adapt.without_training': ( 'release/adapt.html#without_training',
                                                                                        'anchor_nb/release/adapt.py')},
             'anchor_nb.release.card': { 'anchor_nb.release.card.CardContent': ( 'release/card.html#cardcontent',
                                                                                 'anchor_nb/release/card.py'),

@@ -22,7 +22,7 @@ from ..data.rows import load_pairs
 from ..data.splitting import divide, write_exam
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints
-from ..evaluation.exam import advice, opened, queries_needed, score_one, sit_exam, verdict, widest
+from ..evaluation.exam import advice, best_of, gap, opened, queries_needed, score_one, sit_exam, verdict, widest
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
@@ -450,6 +450,15 @@ def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the d
             "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
             for label, other in result["each"].items() if label != chosen and other["difference"] > gain]
 
+def without_training(systems: dict) -> list: # systems: of the exam; -> sentences
+    "What MiniLM and BM25 gain by being used together, where that is the best of what needs no training."
+    both = HAVE[-1]
+    if best_of(systems, HAVE) != both: return []
+    gains = {label: gap(systems, both, label) for label in HAVE[:-1]}
+    listed = " and ".join(f"{100*gain.mean:.1f} points on {label} ({100*gain.low:+.1f} to {100*gain.high:+.1f})"
+                          for label, gain in gains.items())
+    return [f"Without any training, {both} with weight {systems[both]['weight']:g} gains {listed}."]
+
 def parameters_of(model: str) -> int:
     "The weights of a model, by the headers of its files."
     from safetensors import safe_open
@@ -560,7 +569,8 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     grown = {int(size): score for size, score in curve.items()}
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
-                  advice=advice(grown, made, judged["verdict"]) + passed_over(judged, facts["split"]["dev"]),
+                  advice=advice(grown, made, judged["verdict"]) + passed_over(judged, facts["split"]["dev"])
+                  + without_training(judged["systems"]),
                   **judged | dict(systems=beside(judged["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))
     write_json(Path(recipe.out)/"adapt.json", result)
