@@ -5,6 +5,7 @@
     python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
+    python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside, on all exams
 
 A target is 1,200 texts of a corpus of ours, each cut after 60 words, with the query of each as a pair. Without pairs,
 documents have the titles that they would have in a folder, and what was trained is scored on the corpus's own queries
@@ -126,6 +127,41 @@ def halves(splits=400):
     write(Path("nbs/results/adapt/halves.jsonl"), rows)
 
 
+def reciprocal(*rankings, k=60): # query -> document -> score; k: Cormack et al. 2009
+    "Rankings fused by reciprocal ranks."
+    fused = {query: {} for query in rankings[0]}
+    for ranking in rankings:
+        for query, hits in ranking.items():
+            for rank, document in enumerate(sorted(hits, key=lambda name: (-hits[name], name)), 1):
+                fused[query][document] = fused[query].get(document, 0.0) + 1/(k + rank)
+    return fused
+
+
+def fusion():
+    "MiniLM with BM25 beside it in the exams of all runs with pairs: reciprocal ranks, and added scores."
+    from anchor_nb.data.retrieval_sets import read_retrieval
+    from anchor_nb.evaluation.encoders import Candidate
+    from anchor_nb.evaluation.exam import Ranked, score_one, sit_exam
+    rows = []
+    for path in sorted(Path("runs/adapt").glob("*/adapted-own-*/steps/choose/step.json")):
+        steps, weights = path.parent.parent, json.loads(path.read_text(encoding="utf-8"))["facts"]["weights"]
+        exam = read_retrieval(steps/"split/exam")
+        systems = dict(bm25=Candidate("bm25", "bm25", library="bm25"),
+                       minilm=Candidate("minilm", "minilm", library="sentence-transformers"))
+        systems["minilm tuned"] = Candidate("tuned", str(steps/"train-minilm/model"), library="sentence-transformers")
+        sheet = sit_exam(exam, systems, weights={label: weights[label] for label in systems if label in weights})
+        target, seed = path.parts[2], int(path.parts[3].rpartition("-")[2])
+        for label in ("minilm", "minilm tuned"):
+            ranks = reciprocal(sheet["bm25"]["ranking"], sheet[label]["ranking"])
+            scores = dict(alone=sheet[label]["score"], ranks=score_one(Ranked(label, ranks), exam)["score"],
+                          added=sheet[f"{label} + BM25"]["score"])
+            rows.append(dict(target=target, seed=seed, system=label, bm25=round(100*sheet["bm25"]["score"], 2),
+                             weight=weights[label], **{way: round(100*score, 2) for way, score in scores.items()},
+                             code=code_version()))
+            print(rows[-1], flush=True)
+    write(Path("nbs/results/adapt/fusion.jsonl"), rows)
+
+
 def seeds(name, precision, *numbers):
     "Stage II of SmolLM2 once more on the pairs of a target's latest run, scored on its development split."
     from anchor_nb import Stage2, train
@@ -179,5 +215,6 @@ def negatives(name, rate=1e-4, epochs=3):
 if __name__ == "__main__":
     if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
     elif sys.argv[1] == "halves": halves()
+    elif sys.argv[1] == "fusion": fusion()
     elif sys.argv[1] == "negatives": negatives(sys.argv[2])
     else: main(*sys.argv[1:])
