@@ -38,7 +38,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 9 # raised when a step comes to make something else of the same inputs
+MADE = 10 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -125,15 +125,24 @@ def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of 
                       kept_headings=sum(query in titles for query, _ in kept),
                       kept_questions=sum(query not in titles for query, _ in kept))
 
+def sentence_pairs(passages: list) -> list: # of `Passage` -> of (query, number of the passage)
+    "First sentences as queries for what follows them."
+    parts = {n: first_sentence(passage.text) for n, passage in enumerate(passages)}
+    return [(first, n) for n, (first, rest) in parts.items()
+            if min(len(first.split()), len(rest.split())) >= FEWEST["words"]]
+
 def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: list) -> dict:
     "Which query asks for which passage."
     if recipe.pairs:
         rows = [row for table in load_pairs(recipe.pairs, columns=recipe.columns).values() for row in table]
         matched, lost = match_pairs(rows, passages, recipe.pairs, repeats)
-        counts = dict(given=len(rows), lost=len(lost), examples=lost[:5])
-    else: matched, counts = made_pairs(recipe, passages, links)
-    write_lines(part/"pairs.jsonl", (dict(query=query, passage=number) for query, number in matched))
-    return dict(made=not recipe.pairs, pairs=len(matched)) | counts
+        sentences, counts = [], dict(given=len(rows), lost=len(lost), examples=lost[:5])
+    else:
+        matched, counts = made_pairs(recipe, passages, links)
+        sentences = sentence_pairs(passages)
+    for name, pairs in dict(pairs=matched, sentences=sentences).items():
+        write_lines(part/f"{name}.jsonl", (dict(query=query, passage=number) for query, number in pairs))
+    return dict(made=not recipe.pairs, pairs=len(matched), sentences=len(sentences)) | counts
 
 # %% ../../nbs/release/09_adapt.ipynb #06023ceb
 def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most: int, seed: int) -> Retrieval:
@@ -155,23 +164,32 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
                          "exam takes a fourth, so give more pairs or documents")
     return [exam, dev]
 
-def parted(rows: list, marks: list, sizes: list, recipe: Adapt) -> list: # sizes: of `part_sizes`
+def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count: rows that ask; others: sentences
     "Rows of the exam, the development split and the rest; ValueError where documents are too large to be shared out."
-    try: parts = divide(rows, marks, sizes, recipe.seed)
+    queries = len({row["query"] for row in rows[:count]})
+    sizes, share = part_sizes(queries, recipe), len({row["query"] for row in rows})/queries
+    try: parts = divide(rows, marks, [round(size*share) for size in sizes], recipe.seed)
     except ValueError: parts = [[], [], []]
-    if len({rows[n]["query"] for n in parts[0]}) >= FEWEST["exam"] and parts[1] and parts[2]: return parts
+    exam, dev, rest = ([n for n in part if n < count] for part in parts)
+    if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
+    if len({rows[n]["query"] for n in exam}) >= FEWEST["exam"] and dev and rest: return [exam, dev, rest]
+    if dev and not rest and not recipe.pairs:
+        raise ValueError("there is nothing to train on: without pairs, a passage needs a second sentence, and these have "
+                         "one each; give pairs of your own")
     most, count = Counter(marks).most_common(1)[0]
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
                      f"the exam takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
                      "several files, one a chapter, or give more documents")
 
-def split_step(recipe: Adapt, part: Path, passages: list, pairs: list) -> dict:
+def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences: list = []) -> dict:
     "Exam, development split, training pairs, and the passages that negatives may come from."
     texts = [shown(passage, bool(recipe.pairs)) for passage in passages]
-    numbers, marks = [row["passage"] for row in pairs], [passages[row["passage"]].document for row in pairs]
-    rows = [dict(query=row["query"], positives=[texts[row["passage"]]], negatives=[], instruction="",
-                 document_instruction="", positive_scores=[], negative_scores=[]) for row in pairs]
-    exam, dev, rest = parted(rows, marks, part_sizes(len({row["query"] for row in rows}), recipe), recipe)
+    numbers = [row["passage"] for row in [*pairs, *sentences]]
+    marks = [passages[number].document for number in numbers]
+    answers = [texts[row["passage"]] for row in pairs] + [first_sentence(texts[row["passage"]])[1] for row in sentences]
+    rows = [dict(query=row["query"], positives=[answer], negatives=[], instruction="", document_instruction="",
+                 positive_scores=[], negative_scores=[]) for row, answer in zip([*pairs, *sentences], answers)]
+    exam, dev, rest = parted(rows, marks, len(pairs), recipe)
     for name, chosen in (("exam", exam), ("dev", dev)):
         made = as_set(name, rows, chosen, texts, numbers, recipe.exam_documents, recipe.seed)
         write_exam(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
@@ -304,10 +322,10 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
                                           train_pairs=recipe.train_pairs)
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
-    rows = read_lines(steps.folder("pairs")/"pairs.jsonl")
+    rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
     sizes = {name: getattr(recipe, name) for name in ("exam_queries", "dev_queries", "exam_documents", "train_pairs",
                                                       "seed")}
-    split = steps.run("split", lambda part: split_step(recipe, part, passages, rows), ("pairs",), **sizes)
+    split = steps.run("split", lambda part: split_step(recipe, part, passages, rows, sentences), ("pairs",), **sizes)
     place = steps.folder("split")
     def mined(part):
         result = mine(Mine(data=str(place/"pairs"), corpus=str(place/"pool.jsonl"), out=str(part), model=MINER,
@@ -362,37 +380,6 @@ def without_rankings(sheet: dict) -> dict:
     return {label: {name: value for name, value in system.items() if name != "ranking"}
             for label, system in sheet.items()}
 
-# %% ../../nbs/release/09_adapt.ipynb #cad7439b
-FOLLOWED = 500 # first sentences that are asked
-
-def follow_set(passages: list, seed: int) -> Retrieval: # passages: of `Passage`
-    "First sentences as queries for what follows them: a kind of query that no pair is made of."
-    parts = {n: first_sentence(passage.text) for n, passage in enumerate(passages)}
-    whole = [n for n in draw(list(parts), 0, seed) if all(len(part.split()) >= FEWEST["words"] for part in parts[n])]
-    asked, others = whole[:FOLLOWED], whole[FOLLOWED:2*FOLLOWED]
-    return Retrieval("follow", "", {f"d{n}": parts[n][1] for n in sorted([*asked, *others])},
-                     {f"q{n}": parts[n][0] for n in sorted(asked)}, {f"q{n}": {f"d{n}": 1} for n in sorted(asked)})
-
-def unseen_kind(candidates: dict, chosen: str, passages: list, seed: int) -> dict: # of `verdict`; {}: too few to tell
-    "Whether a model that learned from made queries gains on others too, compared with MiniLM as it is."
-    follow, label = follow_set(passages, seed), chosen.removesuffix(" + BM25")
-    if len(follow.queries) < FEWEST["exam"]: return {}
-    systems = systems_of(candidates)
-    sheet = {name: score_one(opened(systems[name]), follow) for name in dict.fromkeys((label, "minilm"))}
-    return verdict(sheet, label, ("minilm",))
-
-def held_back(decision: dict, unseen: dict) -> dict: # both of `verdict`
-    "The verdict on made queries: no, unless the gain is there for an unseen kind too."
-    if not decision["better"] or unseen.get("better"): return decision
-    ahead = (f"Not shown to be better: keep {decision['against']}. On queries made from the documents "
-             f"{decision['delivered']} is ahead by {decision['difference']:.1f} points of nDCG@10, but ")
-    if not unseen: return decision | dict(better=False, sentence=ahead + "there are too few passages of several "
-                                          "sentences to tell whether that holds for other queries.")
-    return decision | dict(better=False, sentence=(
-        f"{ahead}not on others: asked with the first sentence of a passage for what follows, it is "
-        f"{unseen['difference']:+.1f} points from MiniLM as it is (95 % interval {unseen['low']:+.1f} to "
-        f"{unseen['high']:+.1f}, {unseen['queries']} queries). Give real questions as --pairs to know."))
-
 # %% ../../nbs/release/09_adapt.ipynb #de9edf6d
 HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training
 
@@ -407,14 +394,12 @@ def choose_step(candidates: dict, dev: Retrieval,
     weights = {label.removesuffix(" + BM25"): system["weight"] for label, system in sheet.items() if "weight" in system}
     return dict(scores=scores, gains=gains, weights=weights, chosen=max(gains, key=gains.get))
 
-def exam_step(candidates: dict, exam: Retrieval, chosen: str, weights: dict, known: dict,
-              unseen: dict | None) -> dict: # unseen: of `unseen_kind`; None: the queries were not made
+def exam_step(candidates: dict, exam: Retrieval, chosen: str, weights: dict, known: dict) -> dict:
     "The exam, the verdict and the queries that changed most."
     sheet = sit_exam(exam, systems_of(candidates), known=known, weights=weights)
     decision = verdict(sheet, chosen, HAVE)
-    if unseen is not None: decision = held_back(decision, unseen)
     verdicts = {label: verdict(sheet, label, HAVE) for label, facts in candidates.items() if "why" not in facts}
-    return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts, unseen=unseen,
+    return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts,
                 **widest(sheet, chosen, decision["against"], exam))
 
 # %% ../../nbs/release/09_adapt.ipynb #323d5578
@@ -432,6 +417,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links "
                      f"and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator} found "
                      "their passage again.")
+        lines.append("Trained on first sentences, which ask for what follows them; these queries are the exam.")
     else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
                  f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
@@ -554,17 +540,10 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     choice = steps.run("choose", lambda part: choose_step(candidates, dev, known), names)
     chosen, weights = choice["chosen"], choice["weights"]
     made = facts["pairs"]["made"]
-    unseen = steps.run("unseen", lambda part: unseen_kind(candidates, chosen, passages_in(steps), recipe.seed),
-                       ("choose",)) if made else None
-    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, weights, known, unseen),
-                       ("choose",), unseen=unseen)
+    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, weights, known), ("choose",))
     notes = notes_of(recipe, facts, candidates)
     listed = ", ".join(f"{weight:g} beside {label}" for label, weight in weights.items())
     notes.append(f"The development split chose the weight of BM25: {listed}.")
-    if unseen:
-        span = f"{unseen['low']:+.1f} to {unseen['high']:+.1f}"
-        notes.append(f"Asked with the first sentence of a passage for what follows, {unseen['delivered']} is "
-                     f"{unseen['difference']:+.1f} points from MiniLM as it is ({span}).")
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
     grown = {int(size): score for size, score in curve.items()}
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
@@ -607,7 +586,8 @@ def outlook(recipe: Adapt) -> list: # of lines
         pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages))
         pairs += min(recipe.questions, len(passages))
     exam, dev = part_sizes(pairs, recipe)
-    train = min(recipe.train_pairs or pairs, pairs - exam - dev)
+    left = pairs - exam - dev if recipe.pairs else len(sentence_pairs(passages))
+    train = min(recipe.train_pairs or left, left)
     minutes = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
     made = f"{pairs:,} titles, links and questions at most, fewer after the round trip"
     most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made,

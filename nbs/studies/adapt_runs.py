@@ -78,7 +78,7 @@ def main(name, *settings):
     result = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
                          out=str(out), **values))
     for system in result["systems"].values(): system.pop("values", None)
-    kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts", "unseen")
+    kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts")
     row = dict(target=name, pairs=own, settings=values, **{field: result[field] for field in kept},
                wall_minutes=round((time.time() - began[0])/60, 1), differences=differences(out),
                cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=result["fresh"],

@@ -143,16 +143,27 @@ def test_what_is_delivered_is_the_surer_gain(monkeypatch):
     assert module.choose_step(dict(sure=facts, wild=facts), None, {})["chosen"] == "sure"
 
 
-def test_a_gain_on_made_queries_counts_only_where_an_unseen_kind_gains_too():
-    decision = dict(better=True, delivered="minilm tuned", against="minilm + BM25", difference=6.6, sentence="Better")
-    unseen = dict(better=False, difference=-0.9, low=-3.1, high=1.2, queries=500)
-    held = module.held_back(decision, unseen)
-    assert not held["better"] and held["sentence"].startswith("Not shown to be better: keep minilm + BM25.")
-    assert "-0.9 points from MiniLM" in held["sentence"]
-    assert not module.held_back(decision, {})["better"], "nor where it could not be asked"
-    assert module.held_back(decision, unseen | dict(better=True)) == decision
-    no = decision | dict(better=False)
-    assert module.held_back(no, unseen) == no
+def made_village(sentences):
+    "Passages with a title each, titles as queries, and first sentences."
+    passages = [module.Passage(f"d{n}", f"House {n}", "", " ".join(f"Room {n*7 + k} of it has {n*13} painted doors."
+                                                                   for k in range(sentences))) for n in range(240)]
+    rows = lambda pairs: [dict(query=query, passage=n) for query, n in pairs]
+    return passages, rows((f"House {n}", n) for n in range(240)), rows(module.sentence_pairs(passages))
+
+
+def test_the_exam_asks_in_another_way_than_training_did(tmp_path):
+    facts = module.split_step(Adapt(documents="x"), tmp_path, *made_village(2))
+    rows = [row for table in load_pairs(str(tmp_path/"pairs")).values() for row in table]
+    assert facts["exam"] >= 20 and len(rows) >= 100 and all(row["query"].startswith("Room") for row in rows)
+    for part in map(read_retrieval, (tmp_path/"exam", tmp_path/"dev")):
+        assert all(query.startswith("House") for query in part.queries.values())
+        held = [part.corpus[name] for judged in part.qrels.values() for name in judged]
+        assert not any(row["positives"][0] in text for row in rows for text in held)
+
+
+def test_passages_of_one_sentence_give_nothing_to_train_on(tmp_path):
+    with pytest.raises(ValueError, match="a passage needs a second sentence.*; give pairs of your own"):
+        module.split_step(Adapt(documents="x"), tmp_path, *made_village(1))
 
 
 def test_a_row_without_a_mined_negative_gets_any_text_but_its_own(tmp_path):
@@ -165,15 +176,6 @@ def test_a_row_without_a_mined_negative_gets_any_text_but_its_own(tmp_path):
     write_pairs(tmp_path, "pairs", [first, second])
     table, = load_pairs(str(tmp_path)).values()
     assert [row["negatives"] for row in table] == [["b"], ["d"]], "stage II can read them"
-
-
-def test_what_follows_a_sentence_is_asked_of_whole_passages_only():
-    texts = [f"The old house number {n} stands on the hill. It has a red door and {n} windows." for n in range(700)]
-    passages = [module.Passage(f"d{n}", "", "", text) for n, text in enumerate([*texts, "Too short. Yes.", "x " * 40])]
-    follow = module.follow_set(passages, 0)
-    assert (len(follow.queries), len(follow.corpus)) == (500, 700) and follow == module.follow_set(passages, 0)
-    assert follow.queries["q7" if "q7" in follow.queries else next(iter(follow.queries))].endswith("on the hill.")
-    assert all(text.startswith("It has") for text in follow.corpus.values())
 
 
 def test_a_model_on_the_hub_is_known_by_its_files(monkeypatch):
