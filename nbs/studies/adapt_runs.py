@@ -2,6 +2,7 @@
 
     python nbs/studies/adapt_runs.py foldoc seed=1 base=minilm,smollm2-135m exam_documents=0
     python nbs/studies/adapt_runs.py wordnet pairs=no seed=0 base=minilm # documents only
+    python nbs/studies/adapt_runs.py kinds debian                        # which made queries to learn from
     python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
@@ -48,22 +49,56 @@ def target(name, root, own):
     write(root/"pairs.jsonl", [dict(query=row["query"], positive=row["id"]) for row in rows])
 
 
-def real_queries(root, out):
-    "BM25, MiniLM as it is and tuned on made pairs, on the queries of the corpus: scores, and what each gains on MiniLM."
+def real_exam(root):
+    "The queries of a corpus as an exam."
     from anchor_nb.data.retrieval_sets import Retrieval
-    from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import sit_exam, verdict
     documents, pairs = ([json.loads(line) for line in open(root/f"{file}.jsonl", encoding="utf-8")]
                         for file in ("documents", "pairs"))
     texts = {row["_id"]: "\n".join(filter(None, (row.get("title"), row["text"]))) for row in documents}
     queries = {f"q{n}": row["query"] for n, row in enumerate(pairs)}
-    exam = Retrieval("real", "", texts, queries, {f"q{n}": {row["positive"]: 1} for n, row in enumerate(pairs)})
+    return Retrieval("real", "", texts, queries, {f"q{n}": {row["positive"]: 1} for n, row in enumerate(pairs)})
+
+
+def real_queries(root, out):
+    "BM25, MiniLM as it is and tuned on made pairs, on the queries of the corpus: scores, and what each gains on MiniLM."
+    from anchor_nb.evaluation.encoders import Candidate
+    from anchor_nb.evaluation.exam import sit_exam, verdict
+    exam = real_exam(root)
     systems = {label: Candidate(label, source, library="sentence-transformers")
                for label, source in (("minilm", "minilm"), ("minilm tuned", str(out/"steps/train-minilm/model")))}
     weights = json.loads((out/"steps/choose/step.json").read_text(encoding="utf-8"))["facts"]["weights"]
     sheet = sit_exam(exam, dict(bm25=Candidate("bm25", "bm25", library="bm25")) | systems, weights=weights)
     return dict(scores={label: system["score"] for label, system in sheet.items()}, weights=weights,
                 tuned=verdict(sheet, "minilm tuned", ["minilm"]), fused=verdict(sheet, "minilm + BM25", ["minilm"]))
+
+
+def kinds(name, rate=5e-5):
+    "MiniLM after an epoch on each kind of made query, on the queries of the corpus."
+    from anchor_nb.data.documents import first_sentence
+    from anchor_nb.evaluation.encoders import Candidate
+    from anchor_nb.evaluation.exam import score_one, verdict
+    from anchor_nb.evaluation.exam import opened as examined
+    from anchor_nb.release.adapt import read_lines
+    from anchor_nb.training.encoders import fit, opened
+    root, steps = Path("runs/adapt")/name/"made", Path("runs/adapt")/name/"adapted-made-0/steps"
+    exam, made, titles = real_exam(root), {}, set()
+    passages = [row["text"] for row in read_lines(steps/"read/passages.jsonl")]
+    titles = {row["title"] for row in read_lines(steps/"read/passages.jsonl")}
+    for row in read_lines(steps/"pairs/pairs.jsonl"):
+        kind = "titles" if row["query"] in titles else "questions"
+        made.setdefault(kind, []).append((row["query"], passages[row["passage"]]))
+    made["sentences"] = [first_sentence(passages[row["passage"]]) for row in read_lines(steps/"pairs/sentences.jsonl")]
+    score = lambda source: score_one(examined(Candidate(source, source, library="sentence-transformers")), exam)
+    plain = score("minilm")
+    for kind, pairs in made.items():
+        encoder, folder = opened("minilm", 256), Path("runs/adapt")/name/f"kind-{kind}"
+        fit(encoder, [dict(query=query, positives=[text], negatives=[]) for query, text in pairs], None, rate, 1, 32, 0)
+        encoder.save(str(folder), create_model_card=False)
+        hits = verdict(dict(tuned=score(str(folder)), minilm=plain), "tuned", ["minilm"])
+        row = dict(target=name, kind=kind, pairs=len(pairs), rate=rate, minilm=round(100*plain["score"], 1),
+                   **{end: round(hits[end], 2) for end in ("difference", "low", "high")}, code=code_version())
+        with open("nbs/results/adapt/kinds.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
 
 
 def main(name, *settings):
@@ -216,5 +251,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
     elif sys.argv[1] == "halves": halves()
     elif sys.argv[1] == "fusion": fusion()
+    elif sys.argv[1] == "kinds": kinds(sys.argv[2])
     elif sys.argv[1] == "negatives": negatives(sys.argv[2])
     else: main(*sys.argv[1:])
