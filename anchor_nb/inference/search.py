@@ -206,7 +206,8 @@ def check_weight(bm25: float, k: int):
     if not 0 <= bm25 <= 1:
         raise ValueError(f"bm25={bm25}; give a weight from 0 (vectors alone) to 1")
     if bm25 and k > DEPTH:
-        raise ValueError(f"k={k}; with BM25 the best {DEPTH} of each ranking are fused, so ask for {DEPTH} or fewer")
+        raise ValueError(f"k={k}; with BM25 the best {DEPTH} of each ranking are fused, so ask for {DEPTH} or fewer, or "
+                         "search without it (bm25=0)")
 
 # %% ../../nbs/inference/02_search.ipynb #60416b77
 class Stored:
@@ -319,7 +320,8 @@ class Index(Stored):
                   ) -> dict:      # number -> score, the best first
         "The ranking of a query together with BM25; ValueError where the index has no texts."
         if not any(self.texts):
-            raise ValueError("BM25 needs texts, and this index has none; open it with the corpus as texts")
+            raise ValueError("BM25 needs texts, and this index has none; open it with the corpus as texts, or search "
+                             "without it (bm25=0)")
         self.words = self.words or Words(self.texts)
         scores = fuse(cosines, self.words.nearest(query, DEPTH), bm25)
         return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))
@@ -449,7 +451,11 @@ SEARCH = "search.json" # in the folder of a model
 def bm25_weight(model: str) -> float: # model: as for `search_corpus`
     "The weight of BM25 that `anchor-nb adapt` chose for a model; 0 where it chose none."
     path = Path(find_model(model))/SEARCH
-    return read_json(path)["bm25"] if path.is_file() else 0.0
+    if not path.is_file(): return 0.0
+    try: return float(read_json(path)["bm25"])
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged; it should be like {{\"bm25\": 0.3}}, so mend it, or delete it to search "
+                         "without BM25") from None
 
 def search_corpus(model: str,            # run folder, model folder, adapter folder, hub id or short name
                   corpus: str,           # this and the following as for `open_index`
