@@ -195,7 +195,8 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
           device: option(str, "such as cuda:1 or cpu; empty: a GPU where there is one") = ""):
     "A search page in the browser: a corpus ranked by one model, or by two side by side. Ctrl-C ends it."
     from anchor_nb.release.serving import serve
-    serve(models_and_corpus[:-1], models_and_corpus[-1], host, port, k, keep=keep, bm25=bm25, max_length=max_length, device=device)
+    serve(models_and_corpus[:-1], models_and_corpus[-1], host, port, k, keep=keep, bm25=bm25,
+          max_length=max_length, device=device)
 
 # %% ../../nbs/cli/05_models.ipynb #bafac5be
 @app.command("merge", rich_help_panel=USE)

@@ -206,8 +206,21 @@ def check_weight(bm25: float, k: int):
     if not 0 <= bm25 <= 1:
         raise ValueError(f"bm25={bm25}; give a weight from 0 (vectors alone) to 1")
     if bm25 and k > DEPTH:
-        raise ValueError(f"k={k}; with BM25 the best {DEPTH} of each ranking are fused, so ask for {DEPTH} or fewer, or "
-                         "search without it (bm25=0)")
+        raise ValueError(f"k={k}; with BM25 the best {DEPTH} of each ranking are fused, so ask for {DEPTH} or fewer, "
+                         "or search without it (bm25=0)")
+
+def with_words(index, # `Index`
+               query: str,
+               cosines: dict, # number -> cosine, of the best `DEPTH`
+               bm25: float,   # weight
+              ) -> dict:      # number -> score, the best first
+    "The ranking of a query together with BM25; ValueError where the index has no texts."
+    if not any(index.texts):
+        raise ValueError("BM25 needs texts, and this index has none; open it with the corpus as texts, or search without "
+                         "it (bm25=0)")
+    index.words = index.words or Words(index.texts)
+    scores = fuse(cosines, index.words.nearest(query, DEPTH), bm25)
+    return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))
 
 # %% ../../nbs/inference/02_search.ipynb #60416b77
 class Stored:
@@ -309,22 +322,11 @@ class Index(Stored):
                                            truncate_dim=self.truncate_dim)
         matches = search(asked, self.vectors, DEPTH if bm25 else k, backend)
         rankings = [dict(zip(*row)) for row in zip(matches.numbers.tolist(), matches.scores.tolist())]
-        if bm25: rankings = [self.with_words(*pair, bm25) for pair in zip(texts, rankings)]
+        if bm25: rankings = [with_words(self, *pair, bm25) for pair in zip(texts, rankings)]
         hits = [[Hit(self.ids[n], score, self.texts[n]) for n, score in list(ranking.items())[:k]]
                 for ranking in rankings]
         return hits[0] if isinstance(queries, str) else hits
 
-    def with_words(self, query: str,
-                   cosines: dict, # number -> cosine, of the best `DEPTH`
-                   bm25: float,   # weight
-                  ) -> dict:      # number -> score, the best first
-        "The ranking of a query together with BM25; ValueError where the index has no texts."
-        if not any(self.texts):
-            raise ValueError("BM25 needs texts, and this index has none; open it with the corpus as texts, or search "
-                             "without it (bm25=0)")
-        self.words = self.words or Words(self.texts)
-        scores = fuse(cosines, self.words.nearest(query, DEPTH), bm25)
-        return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))
 
 # %% ../../nbs/inference/02_search.ipynb #9a10a664
 MANIFEST = "index.json"

@@ -174,8 +174,8 @@ def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count:
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
     if len({rows[n]["query"] for n in exam}) >= FEWEST["exam"] and dev and rest: return [exam, dev, rest]
     if dev and not rest and not recipe.pairs:
-        raise ValueError("there is nothing to train on: without pairs, a passage needs a second sentence, and these have "
-                         "one each; give pairs of your own")
+        raise ValueError("there is nothing to train on: without pairs, a passage needs a second sentence, and these "
+                         "have one each; give pairs of your own")
     most, count = Counter(marks).most_common(1)[0]
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
                      f"the exam takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
@@ -271,7 +271,8 @@ def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # step
     fit = int(60*SHARE*recipe.minutes/max(step_seconds(base, rows), 1e-9))
     left_out = f"{base} was left out: it needs at least {ENOUGH} steps of {BATCH} pairs, and"
     if fit < ENOUGH and not asked:
-        return dict(why=f"{left_out} {recipe.minutes:g} minutes are enough for {fit}; give more minutes, or base={base}")
+        return dict(why=f"{left_out} {recipe.minutes:g} minutes are enough for {fit}; give more minutes, or "
+                        f"base={base}")
     if most < ENOUGH and not asked:
         return dict(why=f"{left_out} {recipe.epochs} passes over {len(rows)} pairs are {most}; give more pairs, or "
                         f"base={base}")
@@ -473,8 +474,8 @@ CARD = """
 Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}. {notes}
 """
 TOGETHER = """
-Search with it together with BM25, whose weight is {weight:g}. `anchor-nb search` and `serve` do so by themselves; in Python:
-`Index(AnchorEmbedder.from_pretrained(FOLDER), texts).search(query, bm25={weight:g})`.
+Search with it together with BM25, whose weight is {weight:g}. `anchor-nb search` and `serve` do so by themselves; in
+Python: `Index(AnchorEmbedder.from_pretrained(FOLDER), texts).search(query, bm25={weight:g})`.
 """
 
 def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list, chosen: str) -> dict:

@@ -100,8 +100,9 @@ class Ranker:
         "Cosines; with BM25 the fused scores, in [0, 1]."
         cosines = self.index.vectors @ self.vector(query, instruction)
         if not self.bm25: return cosines
+        from anchor_nb.inference.search import with_words
         best = np.argsort(-cosines, kind="stable")[:DEPTH]
-        fused = self.index.with_words(query, dict(zip(best.tolist(), cosines[best].tolist())), self.bm25)
+        fused = with_words(self.index, query, dict(zip(best.tolist(), cosines[best].tolist())), self.bm25)
         scores = np.zeros_like(cosines)
         scores[list(fused)] = list(fused.values())
         return scores

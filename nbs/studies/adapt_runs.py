@@ -60,7 +60,7 @@ def real_exam(root):
 
 
 def real_queries(root, out):
-    "BM25, MiniLM as it is and tuned on made pairs, on the queries of the corpus: scores, and what each gains on MiniLM."
+    "BM25, MiniLM as it is and tuned without pairs, on the queries of the corpus: scores, and gains on MiniLM."
     from anchor_nb.evaluation.encoders import Candidate
     from anchor_nb.evaluation.exam import sit_exam, verdict
     exam = real_exam(root)

@@ -119,7 +119,8 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     from anchor_nb.cli import training
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
     done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out"), "--quiet"])
-    assert done.exit_code == 1 and "Not" in done.output and done.output.rstrip().endswith("passages.jsonl --bm25 0.3"), "with what one should keep"
+    assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve minilm " in done.output
+    assert done.output.rstrip().endswith("passages.jsonl --bm25 0.3"), "with what one should keep"
 
 
 def test_the_exam_shares_no_document_with_training(tmp_path, quick):
