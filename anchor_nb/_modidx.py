@@ -2156,6 +2156,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.by_faiss': ( 'inference/search.html#by_faiss',
                                                                                      'anchor_nb/inference/search.py'),
+                                            'anchor_nb.inference.search.by_id': ( 'inference/search.html#by_id',
+                                                                                  'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.by_torch': ( 'inference/search.html#by_torch',
                                                                                      'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.check_corpus': ( 'inference/search.html#check_corpus',

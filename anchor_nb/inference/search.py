@@ -201,6 +201,18 @@ class Hit(NamedTuple):
     text: str    # empty where only vectors were stored
 
 # %% ../../nbs/inference/02_search.ipynb #b0757a7e
+def by_id(documents) -> dict: # texts, or id -> text; -> id -> text
+    "Documents by their ids as strings; ValueError for none, and for ids that are equal as strings."
+    if isinstance(documents, (str, Path)):
+        raise ValueError(f"documents={str(documents)!r} is one string; give texts, or use open_index for a path")
+    named = documents if isinstance(documents, dict) else dict(enumerate(documents))
+    if not named:
+        raise ValueError("there are no documents; give at least one")
+    if twice := [name for name, count in Counter(map(str, named)).items() if count > 1]:
+        raise ValueError(f"documents has the id {twice[0]!r} twice, since ids are stored as strings; give ids that "
+                         "differ as strings")
+    return {str(name): text for name, text in named.items()}
+
 def check_weight(bm25: float, k: int):
     "ValueError for a weight that means nothing, or more hits than are fused."
     if not 0 <= bm25 <= 1:
@@ -272,16 +284,9 @@ class Index(Stored):
     """
     def __init__(self, embedder: AnchorEmbedder, documents: Iterable[str] | dict[str, str],
                  vectors: np.ndarray | None = None, truncate_dim: int = 0, show_progress_bar: bool = False):
-        if isinstance(documents, (str, Path)):
-            raise ValueError(f"documents={str(documents)!r} is one string; give texts, or use open_index for a path")
-        named = documents if isinstance(documents, dict) else dict(enumerate(documents))
-        if not named:
-            raise ValueError("there are no documents; give at least one")
+        named = by_id(documents)
         self.embedder, self.truncate_dim = embedder, whole_number("truncate_dim", truncate_dim or 0)
-        self.ids, self.texts = [str(name) for name in named], list(named.values())
-        if twice := [name for name, count in Counter(self.ids).items() if count > 1]:
-            raise ValueError(f"documents has the id {twice[0]!r} twice, since ids are stored as strings; give ids that "
-                             "differ as strings")
+        self.ids, self.texts = list(named), list(named.values())
         if vectors is None:
             vectors = embedder.encode_document(self.texts, show_progress_bar=show_progress_bar,
                                                normalize_embeddings=True, truncate_dim=truncate_dim)
