@@ -228,8 +228,8 @@ def with_words(index, # `Index`
               ) -> dict:      # number -> score, the best first
     "The ranking of a query together with BM25; ValueError where the index has no texts."
     if not any(index.texts):
-        raise ValueError("BM25 needs texts, and this index has none; open it with the corpus as texts, or search without "
-                         "it (bm25=0)")
+        raise ValueError("BM25 needs texts, and this index has none; open it with the corpus as texts, or search "
+                         "without it (bm25=0)")
     index.words = index.words or Words(index.texts)
     scores = fuse(cosines, index.words.nearest(query, DEPTH), bm25)
     return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))

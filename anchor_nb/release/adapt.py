@@ -437,6 +437,7 @@ def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the d
             "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
             for label, other in result["each"].items() if label != chosen and other["difference"] > gain]
 
+# %% ../../nbs/release/09_adapt.ipynb #635aab3f
 def without_training(systems: dict) -> list: # systems: of the exam; -> sentences
     "What MiniLM and BM25 gain by being used together, where that is the best of what needs no training."
     both = HAVE[-1]
