@@ -6,7 +6,7 @@
     python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
-    python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside, on all exams
+    python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside MiniLM
 
 A target is 1,200 texts of a corpus of ours, each cut after 60 words, with the query of each as a pair. Without pairs,
 documents have the titles that they would have in a folder, and what was trained is scored on the corpus's own queries
@@ -173,26 +173,27 @@ def reciprocal(*rankings, k=60): # query -> document -> score; k: Cormack et al.
 
 
 def fusion():
-    "MiniLM with BM25 beside it in the exams of all runs with pairs: reciprocal ranks, and added scores."
+    "MiniLM with BM25 beside it in the exams of three targets and seeds: reciprocal ranks, and added scores."
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
     from anchor_nb.evaluation.exam import Ranked, score_one, sit_exam
-    rows = []
-    for path in sorted(Path("runs/adapt").glob("*/adapted-own-*/steps/choose/step.json")):
-        steps, weights = path.parent.parent, json.loads(path.read_text(encoding="utf-8"))["facts"]["weights"]
-        exam = read_retrieval(steps/"split/exam")
-        systems = dict(bm25=Candidate("bm25", "bm25", library="bm25"),
-                       minilm=Candidate("minilm", "minilm", library="sentence-transformers"))
-        systems["minilm tuned"] = Candidate("tuned", str(steps/"train-minilm/model"), library="sentence-transformers")
-        sheet = sit_exam(exam, systems, weights={label: weights[label] for label in systems if label in weights})
-        target, seed = path.parts[2], int(path.parts[3].rpartition("-")[2])
-        for label in ("minilm", "minilm tuned"):
-            ranks = reciprocal(sheet["bm25"]["ranking"], sheet[label]["ranking"])
-            scores = dict(alone=sheet[label]["score"], ranks=score_one(Ranked(label, ranks), exam)["score"],
-                          added=sheet[f"{label} + BM25"]["score"])
-            rows.append(dict(target=target, seed=seed, system=label, bm25=round(100*sheet["bm25"]["score"], 2),
-                             weight=weights[label], **{way: round(100*score, 2) for way, score in scores.items()},
-                             code=code_version()))
+    from anchor_nb.release.adapt import Steps, prepared
+    systems, rows = dict(bm25=Candidate("bm25", "bm25", library="bm25"),
+                         minilm=Candidate("minilm", "minilm", library="sentence-transformers")), []
+    for name in ("wordnet", "foldoc", "debian"):
+        root = Path("runs/adapt")/name/"own"
+        target(name, root, True)
+        for seed in range(3):
+            steps = Steps(f"runs/adapt/{name}/fusion-{seed}")
+            prepared(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl"), out=str(steps.out),
+                           exam_documents=0, seed=seed), steps)
+            dev, exam = (read_retrieval(steps.folder("split")/part) for part in ("dev", "exam"))
+            weight = sit_exam(dev, systems)["minilm + BM25"]["weight"]
+            sheet = sit_exam(exam, systems, weights=dict(minilm=weight))
+            ranks = score_one(Ranked("ranks", reciprocal(sheet["bm25"]["ranking"], sheet["minilm"]["ranking"])), exam)
+            scores = dict(bm25=sheet["bm25"], minilm=sheet["minilm"], ranks=ranks, added=sheet["minilm + BM25"])
+            rows.append(dict(target=name, seed=seed, weight=weight, code=code_version(),
+                             **{way: round(100*system["score"], 2) for way, system in scores.items()}))
             print(rows[-1], flush=True)
     write(Path("nbs/results/adapt/fusion.jsonl"), rows)
 
