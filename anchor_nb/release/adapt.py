@@ -418,7 +418,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links "
                      f"and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator} found "
                      "their passage again.")
-        lines.append("Trained on first sentences, which ask for what follows them; these queries are the exam.")
+        lines.append("The exam asks these. The model learned from first sentences, which ask for what follows them.")
     else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
                  f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
