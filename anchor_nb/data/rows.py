@@ -351,6 +351,8 @@ class Stream:
         numbers = list(map(int, numbers))
         return RowTable([self.good(*row) for row in zip(numbers, self.shards.select(numbers))])
 
+    def __getitems__(self, numbers) -> list: return self.select(numbers).rows
+
     def good(self, number: int, raw: dict) -> dict:
         "A row, or the first good one of the eight after it: a run of days does not end at one bad row."
         try: return self.checked(number, raw)
@@ -522,9 +524,10 @@ def examples(table,             # datasets.Dataset of the batch's dataset
             ) -> list:           # of `Example`
     "The examples of a batch that belong to one rank, in order."
     usual = (instructions or {}).get(batch.dataset, [""])
+    # __getitems__ is what the loader of torch calls; `select` would make a table of each batch
     choose = lambda row, number: "" if instructions is None else row["instruction"] or usual[number % len(usual)]
     chosen = [example_of(row, batch.epoch, negatives, choose(row, number))
-              for number, row in zip(batch.rows.tolist(), table.select(batch.rows.tolist()))]
+              for number, row in zip(batch.rows.tolist(), table.__getitems__(batch.rows.tolist()))]
     return chosen if ranks == 1 else [chosen[n] for n in deal([characters(e) for e in chosen], rank, ranks)]
 
 # %% ../../nbs/data/02_rows.ipynb #629608d9

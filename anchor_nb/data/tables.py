@@ -278,6 +278,8 @@ class RowTable:
 
     def select(self, numbers) -> "RowTable": return RowTable([self.rows[int(n)] for n in numbers])
 
+    def __getitems__(self, numbers) -> list: return self.select(numbers).rows
+
 # %% ../../nbs/data/01_tables.ipynb #d0b239de
 def features_of(kinds: dict): # kinds: column -> type; -> datasets.Features
     "The types of a table; a list type such as [str] is a column of lists."
