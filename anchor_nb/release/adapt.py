@@ -67,7 +67,7 @@ class Steps:
         return facts
 
 # %% ../../nbs/release/09_adapt.ipynb #28a900ff
-FEWEST = dict(documents=10, exam=20, words=5) # ours: with fewer, nothing can be told; words of a sentence
+FEWEST = dict(documents=10, exam=20, words=5, sentences=50) # ours: with fewer, nothing can be told or learned
 
 def at_home(recipe: Adapt) -> Adapt:
     "The recipe with ~ as the home folder, as a shell would write it."
@@ -126,10 +126,14 @@ def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of 
                       kept_questions=sum(query not in titles for query, _ in kept))
 
 def sentence_pairs(passages: list) -> list: # of `Passage` -> of (query, number of the passage)
-    "First sentences as queries for what follows them."
+    "First sentences as queries for what follows them; ValueError for too few."
     parts = {n: first_sentence(passage.text) for n, passage in enumerate(passages)}
-    return [(first, n) for n, (first, rest) in parts.items()
-            if min(len(first.split()), len(rest.split())) >= FEWEST["words"]]
+    pairs = [(first, n) for n, (first, rest) in parts.items()
+             if min(len(first.split()), len(rest.split())) >= FEWEST["words"]]
+    if len(pairs) >= FEWEST["sentences"]: return pairs
+    raise ValueError(f"{len(pairs)} of {len(passages)} passages have a second sentence, and without pairs there is "
+                     "nothing else to learn from; give pairs of your own, or search with minilm and --bm25 0.3 as they "
+                     "are")
 
 def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: list) -> dict:
     "Which query asks for which passage."
@@ -138,8 +142,8 @@ def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: 
         matched, lost = match_pairs(rows, passages, recipe.pairs, repeats)
         sentences, counts = [], dict(given=len(rows), lost=len(lost), examples=lost[:5])
     else:
-        matched, counts = made_pairs(recipe, passages, links)
         sentences = sentence_pairs(passages)
+        matched, counts = made_pairs(recipe, passages, links)
     for name, pairs in dict(pairs=matched, sentences=sentences).items():
         write_lines(part/f"{name}.jsonl", (dict(query=query, passage=number) for query, number in pairs))
     return dict(made=not recipe.pairs, pairs=len(matched), sentences=len(sentences)) | counts
@@ -173,9 +177,6 @@ def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count:
     exam, dev, rest = ([n for n in part if n < count] for part in parts)
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
     if len({rows[n]["query"] for n in exam}) >= FEWEST["exam"] and dev and rest: return [exam, dev, rest]
-    if dev and not rest and not recipe.pairs:
-        raise ValueError("there is nothing to train on: without pairs, a passage needs a second sentence, and these "
-                         "have one each; give pairs of your own")
     most, count = Counter(marks).most_common(1)[0]
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
                      f"the exam takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "

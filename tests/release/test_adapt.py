@@ -162,9 +162,10 @@ def test_the_exam_asks_in_another_way_than_training_did(tmp_path):
         assert not any(row["positives"][0] in text for row in rows for text in held)
 
 
-def test_passages_of_one_sentence_give_nothing_to_train_on(tmp_path):
-    with pytest.raises(ValueError, match="a passage needs a second sentence.*; give pairs of your own"):
-        module.split_step(Adapt(documents="x"), tmp_path, *made_village(1))
+def test_passages_of_one_sentence_give_nothing_to_learn_from(tmp_path):
+    refused(lambda: made_village(1), "0 of 240 passages have a second sentence", "give pairs of your own")
+    village(tmp_path/"docs")
+    refused(lambda: outlook(recipe(tmp_path, pairs="")), "0 of 160 passages")
 
 
 def test_a_row_without_a_mined_negative_gets_any_text_but_its_own(tmp_path):
