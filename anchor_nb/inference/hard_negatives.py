@@ -7,18 +7,21 @@ __all__ = ['check_pairs', 'mine']
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #9ad0575b
 import hashlib, json
-from collections import defaultdict
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 import numpy as np
 import torch
-from ..core.files import keep_apart, new_folder, write_text
+from .. import __version__
+from ..core.files import draft_of, keep_apart, new_folder, write_text
 from ..core.progress import announce
 from ..core.recipe import Mine
+from ..core.settings import identity
+from ..data.deduplication import database, feed, once, rows_of
 from ..data.rows import generator, load_pairs
 from ..data.tables import content_hash, file_hash, find_sources
 from ..data.writers import MARK, as_columns, check_target, ending, write_pairs
 from ..data.corpora import training_instructions
+from ..runs.identity import content_at, engine_of
 from ..runs.launch import usable_gpus
 from ..models.loading import chain
 from ..models.resolve import find_model
@@ -135,40 +138,89 @@ class Pool:
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent/MARK).touch()
-        path.unlink(missing_ok=True) # not through a link
-        self.path, self.file, self.numbers, self.offsets = path, open(path, "w+b"), {}, []
+        for file in (path, self.beside(path, "starts")): file.unlink(missing_ok=True) # not through a link
+        self.path, self.starts = path, ()
 
-    def add(self, text: str) -> int:
-        "The number of a text."
-        number = self.numbers.setdefault(key_of(text), len(self.offsets))
-        if number == len(self.offsets):
-            self.offsets.append(self.file.seek(0, 2))
-            self.file.write(json.dumps(dict(text=text), ensure_ascii=False).encode() + b"\n")
-        return number
+    @staticmethod
+    def beside(path: Path, name: str) -> Path: return path.with_name(f"{path.stem}-{name}.bin")
 
-    def __len__(self): return len(self.offsets)
+    def write(self, texts: Iterable):
+        "Write the texts, and where each begins."
+        with open(self.path, "wb") as file, open(self.beside(self.path, "starts"), "wb") as starts:
+            for text in texts:
+                starts.write(file.tell().to_bytes(8, "little"))
+                file.write(json.dumps(dict(text=text), ensure_ascii=False).encode() + b"\n")
+        self.starts = np.memmap(self.beside(self.path, "starts"), "<i8", "r")
+
+    def __len__(self): return len(self.starts)
 
     def __getitem__(self, number: int) -> str:
-        self.file.seek(self.offsets[number])
-        return json.loads(self.file.readline())["text"]
+        with open(self.path, "rb") as file:
+            file.seek(self.starts[number])
+            return json.loads(file.readline())["text"]
 
-# %% ../../nbs/inference/03_hard_negatives.ipynb #1a213814
-def pool_texts(table: Iterable, # rows in the common form
-               pool: Pool, recipe: Mine) -> tuple: # (known documents of each row, positives first; number of positives)
-    "Put a dataset's documents and the corpus into the pool."
-    answers, rows = defaultdict(dict), [] # a dictionary keeps their order
-    for row in table:
-        positives, query = [pool.add(text) for text in row["positives"]], key_of(row["query"])
-        answers[query].update(dict.fromkeys(positives))
-        kept = [pool.add(text) for text in row["negatives"]] if recipe.keep_existing else []
-        rows.append((query, positives, kept))
+# %% ../../nbs/inference/03_hard_negatives.ipynb #e175ee8d
+OWN, OTHERS, KEPT, CORPUS_TEXT = range(4) # what a text is to its row; the corpus has no row
+
+def texts_of(table: Iterable, # rows in the common form
+             recipe: Mine) -> Iterator: # of (row, kind, query, text)
+    "All texts that may be candidates or must not be, in order."
+    for number, row in enumerate(table):
+        for text in row["positives"]: yield number, OWN, row["query"], text
+        for text in row["negatives"] if recipe.keep_existing else (): yield number, KEPT, row["query"], text
     pieces = survey_all(recipe.corpus, 16384)[2] if recipe.corpus else ()
-    for *_, text in located(pieces, columns=divided(recipe.columns)[1]): pool.add(text)
-    known, counts = [], []
-    for query, positives, kept in rows:
-        positives = positives + [n for n in answers[query] if n not in positives]
-        known.append(positives + kept), counts.append(len(positives))
-    return known, counts
+    for *_, text in located(pieces, columns=divided(recipe.columns)[1]): yield -1, CORPUS_TEXT, "", text
+
+def find_known(db, table: Iterable, recipe: Mine):
+    "Tables: `pool`, the first place of each distinct text, and `known`, the documents of each row."
+    rows = ((place, row, kind, key_of(query), key_of(text))
+            for place, (row, kind, query, text) in enumerate(texts_of(table, recipe)))
+    feed(db, "source", rows, dict(place="int64", row="int64", kind="int8", query="binary", key="binary"))
+    once(db, "given", "FROM source")
+    once(db, "pool", """SELECT key, min(place) AS first, row_number() OVER (ORDER BY min(place)) - 1 AS number
+                        FROM given GROUP BY key""")
+    once(db, "own", "SELECT row, kind, place, query, number FROM given JOIN pool USING (key) WHERE row >= 0")
+    once(db, "asked", f"""SELECT row, query, number, min(place) AS place FROM own WHERE kind = {OWN} AND query IN
+        (SELECT query FROM own WHERE kind = {OWN} GROUP BY query HAVING count(DISTINCT row) > 1) GROUP BY ALL""")
+    once(db, "known", f"""SELECT row, kind, place, number FROM own UNION ALL
+        SELECT a.row, {OTHERS}, min(b.place), b.number FROM (SELECT DISTINCT row, query FROM asked) a
+        JOIN asked b USING (query) ANTI JOIN asked c ON c.row = a.row AND c.number = b.number GROUP BY ALL""")
+
+# %% ../../nbs/inference/03_hard_negatives.ipynb #3b6af6b1
+class Known:
+    "The known documents of each row, on disk: its own positives, other answers to its query, negatives that are kept."
+    def __init__(self, db, pool: Pool):
+        def column(name, query):
+            path = pool.beside(pool.path, name)
+            with open(path, "wb") as file:
+                for batch in db.sql(query).to_arrow_reader(2**16):
+                    file.write(batch.column(0).to_numpy().astype("<i8").tobytes())
+            return np.memmap(path, "<i8", "r")
+        self.numbers = column("known", "SELECT number FROM known ORDER BY row, kind, place")
+        counts = lambda kinds: f"SELECT count(*) FILTER (kind <= {kinds}) FROM known GROUP BY row ORDER BY row"
+        self.ends = column("ends", counts(KEPT)).cumsum()
+        self.answers = column("answers", counts(OTHERS))
+
+    def __len__(self): return len(self.ends)
+
+    def place(self, row: int) -> slice: return slice(self.ends[row - 1] if row else 0, self.ends[row])
+
+    def __getitem__(self, row: int) -> list: return self.numbers[self.place(row)].tolist()
+
+# %% ../../nbs/inference/03_hard_negatives.ipynb #726dbdab
+def pool_texts(table: Iterable, pool: Pool, recipe: Mine) -> Known:
+    "Put a dataset's documents and the corpus into the pool."
+    with database() as db:
+        find_known(db, table, recipe)
+        firsts = db.sql("SELECT first FROM pool ORDER BY number").to_arrow_reader(2**16)
+        wanted = (place for batch in firsts for place in batch.column(0).to_pylist())
+        def distinct(place=next(wanted, None)):
+            for n, (*_, text) in enumerate(texts_of(table, recipe)):
+                if n == place:
+                    yield text
+                    place = next(wanted, None)
+        pool.write(distinct())
+        return Known(db, pool)
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #3fa4a204
 def vectors_of(texts: Path, # a file of texts
@@ -196,59 +248,98 @@ def instruction_of(name: str, recipe: Mine): # -> function of row and its number
     return lambda row, number: "" if table is None else row["instruction"] or usual[number % len(usual)]
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #6ea10730
-def near_by_model(name: str, table, pool: Pool, known: list, recipe: Mine,
-                  facts: dict) -> Iterator: # of (row numbers, `Near`)
+def write_queries(path: Path, table, rows: np.ndarray, batch: int = 4096):
+    "A file of the queries of some rows."
+    draft = draft_of(path)
+    with open(draft, "wb") as file:
+        for start in range(0, len(rows), batch):
+            part = table.select(rows[start:start + batch])
+            file.writelines(json.dumps(dict(text=query)).encode() + b"\n" for query in part["query"])
+    draft.replace(path)
+
+def queries_of(name: str, table, pool: Pool, recipe: Mine) -> Iterator: # of (instruction, rows, file)
+    "The queries of a dataset in files, one for each instruction."
+    instruct, turns, turn_of = instruction_of(name, recipe), {}, np.empty(len(table), np.int32)
+    for number, row in enumerate(table): turn_of[number] = turns.setdefault(instruct(row, number), len(turns))
+    for instruction, turn in turns.items():
+        file, rows = pool.path.with_name(f"{name}-queries-{turn}.jsonl"), np.flatnonzero(turn_of == turn)
+        write_queries(file, table, rows)
+        yield instruction, rows, file
+
+def near_by_model(name: str, table, pool: Pool, known: Known, recipe: Mine,
+                  facts: dict, done) -> Iterator: # of (rows, `Near`); done: of rows: need they not be searched for?
     "Search with an embedder, one shard of queries at a time; `facts` receives the recall of an approximate search."
-    embedder, instruct = planned(recipe.model, recipe.pooling, recipe.max_length), instruction_of(name, recipe)
-    documents, groups = vectors_of(pool.path, recipe, embedder), defaultdict(list)
+    embedder = planned(recipe.model, recipe.pooling, recipe.max_length)
+    documents = vectors_of(pool.path, recipe, embedder)
     clusters = Clusters(documents) if recipe.search == "approximate" else None
-    for number, row in enumerate(table): groups[instruct(row, number)].append(number)
-    for turn, (instruction, rows) in enumerate(groups.items()):
-        file = pool.path.with_name(f"{name}-queries-{turn}.jsonl")
-        write_text(file, "".join(json.dumps(dict(text=row["query"])) + "\n" for row in (table[n] for n in rows)))
+    for instruction, rows, file in queries_of(name, table, pool, recipe):
         for _, vectors in vectors_of(file, recipe, embedder, instruction, "query"):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
-            excluded = [known[n] for n in part]
             if clusters and not facts: facts["search"] = clusters.tune(vectors[:500], recipe.last_rank)
+            if done(part): continue
+            excluded = [known[n] for n in part]
             if clusters: yield part, nearest_in(clusters, vectors, excluded, recipe.last_rank)
             else: yield part, nearest(vectors, (shard for _, shard in documents), excluded, recipe.last_rank,
                                       device="cuda" if usable_gpus() else "cpu")
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #4ca59ebb
-def near_by_words(name: str, table, pool: Pool, known: list, recipe: Mine, facts: dict,
-                  batch: int = 4096) -> Iterator: # of (row numbers, `Near`)
-    "Search by BM25, `batch` queries at a time."
+def near_by_words(name: str, table, pool: Pool, known: Known, recipe: Mine, facts: dict, done,
+                  batch: int = 4096) -> Iterator: # of (rows, `Near`)
+    "Search by BM25, `batch` queries at a time; its index is in memory."
     words = Words([pool[n] for n in range(len(pool))])
     for start in range(0, len(table), batch):
-        part = list(range(start, min(start + batch, len(table))))
-        yield part, nearest_by_words([table[n]["query"] for n in part], words, [known[n] for n in part],
-                                     recipe.last_rank)
+        part = np.arange(start, min(start + batch, len(table)))
+        if done(part): continue
+        yield part, nearest_by_words(table.select(part)["query"], words, [known[n] for n in part], recipe.last_rank)
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #bf3de67e
-class Mined(NamedTuple):
-    "The result of mining one row."
-    numbers: list   # of the negatives, the best first
-    scores: list    # theirs
-    known: list     # scores of the known documents, the row's own positives first
-    positive: float # the lowest score of a positive
-    best: float     # the best score of another document
-    refused: int    # candidates in the window of ranks that score too high
+class Mined:
+    "What was found for each row, on disk; kept from a run that was stopped where the same `decides`."
+    def __init__(self, pool: Pool, known: Known, negatives: int, decides: list):
+        kinds = np.dtype([("negatives", "<i8", (negatives,)), ("scores", "<f4", (negatives,)), # the best first
+                          ("positive", "<f4"), # the lowest score of a positive
+                          ("best", "<f4"),     # the best score of another document
+                          ("refused", "<i8"),  # candidates in the window of ranks that score too high
+                          ("count", "<i4"), ("done", "<i1")]) # of negatives; whether the row was searched for
+        self.known, key = known, json.dumps(decides)
+        self.files = [pool.beside(pool.path, name) for name in ("found", "scores", "decides")]
+        *files, decided = self.files
+        again = all(file.is_file() for file in self.files) and decided.read_text(encoding="utf-8") == key
+        if not again: decided.unlink(missing_ok=True)
+        mode = "r+" if again else "w+"
+        self.rows = np.memmap(files[0], kinds, mode, shape=(len(known),))
+        self.scores = np.memmap(files[1], "<f4", mode, shape=(len(known.numbers),)) # of the known documents
+        write_text(decided, key)
+
+    def done(self, rows: np.ndarray) -> bool: return bool(self.rows["done"][rows].all())
+
+    def add(self, rows: np.ndarray, near: Near, name: str, recipe: Mine):
+        "Choose the negatives of some rows."
+        scores = near.known.split([len(self.known[n]) for n in rows])
+        lowest = torch.stack([values[:self.known.answers[n]].min() for n, values in zip(rows, scores)])
+        limit, found = ceiling(lowest, recipe), np.zeros(len(rows), self.rows.dtype)
+        chosen = choose(near, limit, recipe, [(name, int(n)) for n in rows])
+        for row, (numbers, theirs) in zip(found, chosen):
+            row["count"], row["negatives"][:len(numbers)], row["scores"][:len(numbers)] = len(numbers), numbers, theirs
+        found["positive"], found["best"] = lowest, near.scores[:, 0]
+        found["refused"] = (near.scores[:, recipe.first_rank:] > limit[:, None]).sum(1)
+        for n, values in zip(rows, scores): self.scores[self.known.place(n)] = values
+        self.rows[rows] = found
+        self.rows["done"][rows] = 1 # last: a row counts when it is complete
+
+    def remove(self):
+        for file in self.files: file.unlink()
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #50b13957
-def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> tuple: # (row number -> `Mined`, facts for the report)
+def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> tuple: # (`Mined`, facts for the report)
     "Find the negatives of every row."
-    known, counts = pool_texts(table, pool, recipe)
-    pool.file.flush()
-    search, mined, more = near_by_words if recipe.model == "bm25" else near_by_model, {}, {}
-    for rows, near in search(name, table, pool, known, recipe, more):
-        scores = near.known.split([len(known[n]) for n in rows])
-        lowest = torch.stack([values[:counts[n]].min() for n, values in zip(rows, scores)])
-        limit = ceiling(lowest, recipe)
-        refused = (near.scores[:, recipe.first_rank:] > limit[:, None]).sum(1).tolist()
-        chosen = choose(near, limit, recipe, [(name, n) for n in rows])
-        facts = zip(lowest.tolist(), near.scores[:, 0].tolist(), refused)
-        for n, negatives, values, fact in zip(rows, chosen, scores, facts):
-            mined[n] = Mined(*negatives, values.tolist(), *fact)
+    known, source = pool_texts(table, pool, recipe), find_sources(recipe.data)[name]
+    model = "" if recipe.model == "bm25" else planned(recipe.model, recipe.pooling, recipe.max_length)[0]
+    decides = [content_hash(source), file_hash(pool.path), identity(recipe), model, content_at(recipe.instructions),
+               Encoding(out="-").precision, __version__, engine_of("mine")]
+    mined, more = Mined(pool, known, recipe.negatives, decides), {}
+    search = near_by_words if recipe.model == "bm25" else near_by_model
+    for rows, near in search(name, table, pool, known, recipe, more, mined.done): mined.add(rows, near, name, recipe)
     return mined, more
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #c606ad83
@@ -257,19 +348,20 @@ def rounded(scores: list) -> list: # fp32 has no more digits than these
     return [float(f"{score:.7g}") for score in scores]
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #a82f84b2
-def mined_rows(name: str, table, pool: Pool, mined: dict,
+def mined_rows(name: str, table, pool: Pool, mined: Mined,
                recipe: Mine) -> Iterator: # of rows in the common form, with scores
     "Rows with their new negatives, as the recipe wants them."
     instruct = instruction_of(name, recipe)
     for number, row in enumerate(table):
-        new, positives = mined[number], len(row["positives"])
-        if recipe.incomplete == "drop" and len(new.numbers) < recipe.negatives: continue
+        new, known, count = mined.rows[number], mined.scores[mined.known.place(number)].tolist(), len(row["positives"])
+        if recipe.incomplete == "drop" and new["count"] < recipe.negatives: continue
         old = row["negatives"] if recipe.keep_existing else []
-        scores = new.known[len(new.known) - len(old):] + new.scores
+        scores = known[len(known) - len(old):] + new["scores"][:new["count"]].tolist()
+        negatives = old + [pool[n] for n in new["negatives"][:new["count"]]]
         instruction = instruct(row, number) if recipe.format == "gritlm" else row["instruction"]
-        yield dict(query=row["query"], positives=row["positives"], negatives=old + [pool[n] for n in new.numbers],
-                   instruction=instruction, document_instruction=row["document_instruction"],
-                   positive_scores=rounded(new.known[:positives]), negative_scores=rounded(scores))
+        yield dict(query=row["query"], positives=row["positives"], negatives=negatives, instruction=instruction,
+                   document_instruction=row["document_instruction"], positive_scores=rounded(known[:count]),
+                   negative_scores=rounded(scores))
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #bcbd3c68
 def quantiles(values: np.ndarray) -> dict: # "5%" ... "95%" -> value; empty where there are no values
@@ -278,18 +370,18 @@ def quantiles(values: np.ndarray) -> dict: # "5%" ... "95%" -> value; empty wher
     return {f"{q}%": round(float(np.percentile(values, q)), 4) for q in (5, 25, 50, 75, 95)}
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #77cd287c
-def summary(mined: list, # of `Mined`
+def summary(rows: np.ndarray, # of `Mined`
             documents: int, recipe: Mine, bins: int = 40) -> dict: # plain values
     "Counts, quantiles and histograms of what was mined."
-    scores = dict(positive=[row.positive for row in mined],
-                  best_other=[row.best for row in mined if row.best > -np.inf],
-                  negative=[score for row in mined for score in row.scores])
-    scores = {name: np.array(values, np.float32) for name, values in scores.items()}
-    edges = np.histogram_bin_edges(np.concatenate(list(scores.values())), bins)
-    return dict(rows=len(mined), documents=documents, negatives=len(scores["negative"]),
-                complete=sum(len(row.numbers) == recipe.negatives for row in mined),
-                without=sum(not row.numbers for row in mined), refused=sum(row.refused for row in mined),
-                other_above_positive=sum(row.best > row.positive for row in mined),
+    best, count = rows["best"], rows["count"]
+    scores = dict(positive=rows["positive"], best_other=best[best > -np.inf],
+                  negative=rows["scores"][np.arange(recipe.negatives) < count[:, None]])
+    ends = [end for values in scores.values() if len(values) for end in (values.min(), values.max())]
+    edges = np.histogram_bin_edges(np.array(ends, np.float32), bins)
+    total = lambda values: int(values.sum())
+    return dict(rows=len(rows), documents=documents, negatives=total(count), complete=total(count == recipe.negatives),
+                without=total(count == 0), refused=total(rows["refused"]),
+                other_above_positive=total(best > rows["positive"]),
                 quantiles={name: quantiles(values) for name, values in scores.items()},
                 histogram=dict(edges=edges.tolist(), **{name: np.histogram(values, edges)[0].tolist()
                                                         for name, values in scores.items()}))
@@ -303,12 +395,12 @@ def check_columns(table, source: str):
             raise ValueError(f"{source}, row {number}: {error}") from None
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #45f64f0b
-def check_left(name: str, mined: dict, recipe: Mine):
+def check_left(name: str, counts: np.ndarray, recipe: Mine):
     "ValueError when incomplete=drop would leave no row of a dataset."
-    most = max((len(row.numbers) for row in mined.values()), default=0)
+    most = counts.max()
     if recipe.incomplete != "drop" or most >= recipe.negatives: return
     path = Path(recipe.out)/"pairs"/f"{name}{ending(recipe.format)}"
-    raise ValueError(f"{path} would hold no row: none of the {len(mined)} rows of {name} got more than {most} "
+    raise ValueError(f"{path} would hold no row: none of the {len(counts)} rows of {name} got more than {most} "
                      "negatives, and incomplete=drop leaves out those with fewer than "
                      f"negatives={recipe.negatives}; lower negatives, loosen percentage or the margins, raise "
                      "last_rank, add a corpus, or write JSONL with incomplete=keep")
@@ -336,10 +428,10 @@ def mine(recipe: Mine) -> dict: # dataset -> its report
         for name, table in tables.items():
             pool = Pool(out/"texts"/f"{name}-documents.jsonl")
             mined, more = mine_dataset(name, table, pool, recipe)
-            check_left(name, mined, recipe)
+            check_left(name, mined.rows["count"], recipe)
             rows = mined_rows(name, table, pool, mined, recipe)
             written = write_pairs(pairs, name, rows, recipe.format, place=out/"pairs")
-            report[name] = summary(list(mined.values()), len(pool), recipe) | more | dict(written=written["rows"])
-            pool.file.close()
+            report[name] = summary(mined.rows, len(pool), recipe) | more | dict(written=written["rows"])
+            mined.remove()
         write_text(out/"report.json", json.dumps(report, indent=1) + "\n")
     return report

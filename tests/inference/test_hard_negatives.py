@@ -1,6 +1,7 @@
 """Mining on many small cases, beside the slow rule and sentence-transformers' own miner, and as a stage."""
 import json
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -150,10 +151,10 @@ def test_nothing_that_answers_a_query_becomes_its_negative(tmp_path_factory, par
     table = [row(f"{'Query' if k % 2 else 'query'} {q}", *[spelt(n, k) for n in own],
                  negatives=[spelt(n, k) for n in negatives]) for k, (q, own, negatives) in enumerate(parts)]
     pool = Pool(tmp_path_factory.mktemp("pool")/"p.jsonl")
-    known, counts = pool_texts(table, pool, rules(keep_existing=keep))
+    known = pool_texts(table, pool, rules(keep_existing=keep))
     answers = {}
     for q, own, _ in parts: answers.setdefault(q, set()).update(own)
-    for (q, own, negatives), numbers, count in zip(parts, known, counts):
+    for (q, own, negatives), numbers, count in zip(parts, known, known.answers):
         keys = [key_of(pool[number]) for number in numbers]
         assert keys[:len(own)] == [key_of(text(n)) for n in own]
         assert set(keys[:count]) == {key_of(text(n)) for n in answers[q]}
@@ -254,6 +255,25 @@ def test_a_killed_run_is_resumed_over_its_own_texts(tmp_path, monkeypatch):
     assert mine(settings)["t"]["written"] == mine(settings)["t"]["written"] == 4
 
 
+@pytest.mark.parametrize("model", ["bm25", "tiny"])
+def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch, model):
+    shard = 100
+    monkeypatch.setattr(mining, "near_by_words", partial(mining.near_by_words, batch=shard))
+    monkeypatch.setattr(mining, "encode_corpus", partial(mining.encode_corpus, shard_rows=shard))
+    given = dict(data=toy_pairs(), model=model, max_length=64, vectors=str(tmp_path/"vectors"))
+    search = "nearest_by_words" if model == "bm25" else "nearest"
+    whole, real = mine(rules(out=str(tmp_path/"whole"), **given)), getattr(mining, search)
+    stopped, rest = stop_after(1, real), stop_after(2, real)
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, search, stopped)
+        with pytest.raises(KeyboardInterrupt): mine(rules(out=str(tmp_path/"out"), **given))
+        patch.setattr(mining, search, rest) # two of three shards are left
+        assert mine(rules(out=str(tmp_path/"out"), **given)) == whole
+        with pytest.raises(KeyboardInterrupt): # of another seed nothing is left to use
+            mine(rules(out=str(tmp_path/"out"), seed=1, **given))
+    assert (tmp_path/"out/pairs/toy.jsonl").read_bytes() == (tmp_path/"whole/pairs/toy.jsonl").read_bytes()
+
+
 def test_an_approximate_search_that_looks_everywhere_is_the_exact_one(tmp_path, monkeypatch):
     pytest.importorskip("faiss")
     corpus = write(tmp_path/"corpus.jsonl", *[dict(text=f"text number {n} of many") for n in range(300)])
@@ -299,11 +319,11 @@ def test_clusters_that_were_being_made_when_killed_are_resumed(tmp_path, monkeyp
 def stop_after(count, real):
     "A function that is interrupted when it is called once more."
     calls = []
-    def limited(*given):
+    def limited(*given, **named):
         calls.append(given)
         if len(calls) > count:
             raise KeyboardInterrupt
-        return real(*given)
+        return real(*given, **named)
     return limited
 
 
