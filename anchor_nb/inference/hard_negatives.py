@@ -133,24 +133,30 @@ def divided(columns: dict) -> tuple: # (those of pairs, those of a corpus)
     return {name: named for name, named in columns.items() if name not in corpus}, corpus
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #b84773fe
+FOUND = ("starts", "known", "ends", "answers") # files beside the texts
+MINED = ("found", "scores", "decides")         # those that a run that was stopped leaves to the next one
+
 class Pool:
     "Distinct texts in a file, each with a number: its row in the file."
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         (path.parent/MARK).touch()
-        for file in (path, self.beside(path, "starts")): file.unlink(missing_ok=True) # not through a link
         self.path, self.starts = path, ()
+        path.unlink(missing_ok=True) # not through a link
+        self.remove(FOUND)
 
-    @staticmethod
-    def beside(path: Path, name: str) -> Path: return path.with_name(f"{path.stem}-{name}.bin")
+    def beside(self, name: str) -> Path: return self.path.with_name(f"{self.path.stem}-{name}.bin")
+
+    def remove(self, names: tuple = FOUND + MINED):
+        for name in names: self.beside(name).unlink(missing_ok=True)
 
     def write(self, texts: Iterable):
         "Write the texts, and where each begins."
-        with open(self.path, "wb") as file, open(self.beside(self.path, "starts"), "wb") as starts:
+        with open(self.path, "wb") as file, open(self.beside("starts"), "wb") as starts:
             for text in texts:
                 starts.write(file.tell().to_bytes(8, "little"))
                 file.write(json.dumps(dict(text=text), ensure_ascii=False).encode() + b"\n")
-        self.starts = np.memmap(self.beside(self.path, "starts"), "<i8", "r")
+        self.starts = np.memmap(self.beside("starts"), "<i8", "r")
 
     def __len__(self): return len(self.starts)
 
@@ -191,7 +197,7 @@ class Known:
     "The known documents of each row, on disk: its own positives, other answers to its query, negatives that are kept."
     def __init__(self, db, pool: Pool):
         def column(name, query):
-            path = pool.beside(pool.path, name)
+            path = pool.beside(name)
             with open(path, "wb") as file:
                 for batch in db.sql(query).to_arrow_reader(2**16):
                     file.write(batch.column(0).to_numpy().astype("<i8").tobytes())
@@ -302,13 +308,12 @@ class Mined:
                           ("refused", "<i8"),  # candidates in the window of ranks that score too high
                           ("count", "<i4"), ("done", "<i1")]) # of negatives; whether the row was searched for
         self.known, key = known, json.dumps(decides)
-        self.files = [pool.beside(pool.path, name) for name in ("found", "scores", "decides")]
-        *files, decided = self.files
-        again = all(file.is_file() for file in self.files) and decided.read_text(encoding="utf-8") == key
-        if not again: decided.unlink(missing_ok=True)
+        rows, scores, decided = files = [pool.beside(name) for name in MINED]
+        again = all(file.is_file() for file in files) and decided.read_text(encoding="utf-8") == key
+        if not again: pool.remove(MINED)
         mode = "r+" if again else "w+"
-        self.rows = np.memmap(files[0], kinds, mode, shape=(len(known),))
-        self.scores = np.memmap(files[1], "<f4", mode, shape=(len(known.numbers),)) # of the known documents
+        self.rows = np.memmap(rows, kinds, mode, shape=(len(known),))
+        self.scores = np.memmap(scores, "<f4", mode, shape=(len(known.numbers),)) # of the known documents
         write_text(decided, key)
 
     def done(self, rows: np.ndarray) -> bool: return bool(self.rows["done"][rows].all())
@@ -317,18 +322,16 @@ class Mined:
         "Choose the negatives of some rows."
         scores = near.known.split([len(self.known[n]) for n in rows])
         lowest = torch.stack([values[:self.known.answers[n]].min() for n, values in zip(rows, scores)])
-        limit, found = ceiling(lowest, recipe), np.zeros(len(rows), self.rows.dtype)
+        limit, records = ceiling(lowest, recipe), np.zeros(len(rows), self.rows.dtype)
         chosen = choose(near, limit, recipe, [(name, int(n)) for n in rows])
-        for row, (numbers, theirs) in zip(found, chosen):
+        for row, (numbers, theirs) in zip(records, chosen):
             row["count"], row["negatives"][:len(numbers)], row["scores"][:len(numbers)] = len(numbers), numbers, theirs
-        found["positive"], found["best"] = lowest, near.scores[:, 0]
-        found["refused"] = (near.scores[:, recipe.first_rank:] > limit[:, None]).sum(1)
+        records["positive"], records["best"] = lowest, near.scores[:, 0]
+        records["refused"] = (near.scores[:, recipe.first_rank:] > limit[:, None]).sum(1)
         for n, values in zip(rows, scores): self.scores[self.known.place(n)] = values
-        self.rows[rows] = found
+        self.rows[rows] = records
+        for file in (self.scores, self.rows): file.flush()
         self.rows["done"][rows] = 1 # last: a row counts when it is complete
-
-    def remove(self):
-        for file in self.files: file.unlink()
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #50b13957
 def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> tuple: # (`Mined`, facts for the report)
@@ -432,6 +435,6 @@ def mine(recipe: Mine) -> dict: # dataset -> its report
             rows = mined_rows(name, table, pool, mined, recipe)
             written = write_pairs(pairs, name, rows, recipe.format, place=out/"pairs")
             report[name] = summary(mined.rows, len(pool), recipe) | more | dict(written=written["rows"])
-            mined.remove()
+            pool.remove()
         write_text(out/"report.json", json.dumps(report, indent=1) + "\n")
     return report
