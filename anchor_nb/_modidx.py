@@ -2104,6 +2104,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'anchor_nb/inference/hard_negatives.py'),
                                                     'anchor_nb.inference.hard_negatives.queries_of': ( 'inference/hard_negatives.html#queries_of',
                                                                                                        'anchor_nb/inference/hard_negatives.py'),
+                                                    'anchor_nb.inference.hard_negatives.record': ( 'inference/hard_negatives.html#record',
+                                                                                                   'anchor_nb/inference/hard_negatives.py'),
                                                     'anchor_nb.inference.hard_negatives.rounded': ( 'inference/hard_negatives.html#rounded',
                                                                                                     'anchor_nb/inference/hard_negatives.py'),
                                                     'anchor_nb.inference.hard_negatives.summary': ( 'inference/hard_negatives.html#summary',

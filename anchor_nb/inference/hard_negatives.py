@@ -299,20 +299,23 @@ def near_by_words(name: str, table, pool: Pool, known: Known, recipe: Mine, fact
         yield part, nearest_by_words(table.select(part)["query"], words, [known[n] for n in part], recipe.last_rank)
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #bf3de67e
+def record(negatives: int) -> np.dtype:
+    "What is kept of a row."
+    return np.dtype([("negatives", "<i8", (negatives,)), ("scores", "<f4", (negatives,)), # the best first
+                     ("positive", "<f4"), # the lowest score of a positive
+                     ("best", "<f4"),     # the best score of another document
+                     ("refused", "<i8"),  # candidates in the window of ranks that score too high
+                     ("count", "<i4"), ("done", "<i1")]) # of negatives; whether the row was searched for
+
 class Mined:
     "What was found for each row, on disk; kept from a run that was stopped where the same `decides`."
     def __init__(self, pool: Pool, known: Known, negatives: int, decides: list):
-        kinds = np.dtype([("negatives", "<i8", (negatives,)), ("scores", "<f4", (negatives,)), # the best first
-                          ("positive", "<f4"), # the lowest score of a positive
-                          ("best", "<f4"),     # the best score of another document
-                          ("refused", "<i8"),  # candidates in the window of ranks that score too high
-                          ("count", "<i4"), ("done", "<i1")]) # of negatives; whether the row was searched for
         self.known, key = known, json.dumps(decides)
         rows, scores, decided = files = [pool.beside(name) for name in MINED]
         again = all(file.is_file() for file in files) and decided.read_text(encoding="utf-8") == key
         if not again: pool.remove(MINED)
         mode = "r+" if again else "w+"
-        self.rows = np.memmap(rows, kinds, mode, shape=(len(known),))
+        self.rows = np.memmap(rows, record(negatives), mode, shape=(len(known),))
         self.scores = np.memmap(scores, "<f4", mode, shape=(len(known.numbers),)) # of the known documents
         write_text(decided, key)
 
@@ -373,7 +376,7 @@ def quantiles(values: np.ndarray) -> dict: # "5%" ... "95%" -> value; empty wher
     return {f"{q}%": round(float(np.percentile(values, q)), 4) for q in (5, 25, 50, 75, 95)}
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #77cd287c
-def summary(rows: np.ndarray, # of `Mined`
+def summary(rows: np.ndarray, # of `record`
             documents: int, recipe: Mine, bins: int = 40) -> dict: # plain values
     "Counts, quantiles and histograms of what was mined."
     best, count = rows["best"], rows["count"]
