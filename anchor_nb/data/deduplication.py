@@ -11,6 +11,7 @@ from collections import Counter
 from itertools import chain, islice
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
+import numpy as np
 from .. import __version__
 from ..core.files import keep_apart, new_folder, write_text
 from .rows import load_pairs
@@ -95,18 +96,52 @@ def runs_of(texts: str) -> str: # a query for owner, part and text, which is `pl
                FROM (SELECT owner, part, list_transform({words}, lambda word: hash(word)) AS w FROM ({texts}))"""
 
 # %% ../../nbs/data/08_deduplication.ipynb #fc34f677
-CELLS = 2**22 # counters
+CELLS = 2**26 # counters at most; four bytes each
 
-def rarest(db, table: str, sets: str, threshold: float): # owner, run, its place, size and size of part 0
-    "The runs of which any text that shares enough must share at least one."
-    once(db, f"{table}_cells", f"""SELECT run % {CELLS} AS cell, count(*) AS n
-        FROM (SELECT unnest(runs) AS run FROM {sets}) GROUP BY ALL""")
-    once(db, table, f"""SELECT owner, run, place::INTEGER AS place, size::INTEGER AS size, first::INTEGER AS first
-        FROM (SELECT owner, run, row_number() OVER (PARTITION BY owner ORDER BY n, run) - 1 AS place
-              FROM (SELECT owner, unnest(runs) AS run FROM {sets}) JOIN {table}_cells ON cell = run % {CELLS})
-        JOIN (SELECT owner, sum(len(runs)) AS size, sum(len(runs)) FILTER (part = 0) AS first FROM {sets}
-              GROUP BY owner) USING (owner)
-        WHERE place <= size - ceil({threshold}::DOUBLE*size - 1e-9)""")
+def count_runs(db, sets: str): # -> an array; a run belongs to the counter that its last bits name
+    "How often runs occur."
+    (total,), = rows_of(db, f"SELECT coalesce(sum(len(runs)), 0)::BIGINT FROM {sets}")
+    counts = np.zeros(min(CELLS, 2**int(total).bit_length()), np.uint32)
+    for batch in db.sql(f"SELECT runs FROM {sets}").to_arrow_reader(BATCH):
+        np.add.at(counts, batch["runs"].flatten().to_numpy() & (len(counts) - 1), np.uint32(1))
+    return counts
+
+# %% ../../nbs/data/08_deduplication.ipynb #first-runs
+def first_runs(sets, counts, threshold: float, lone: bool) -> dict: # of arrays: columns of a table as for `rarest`
+    "Which runs of some rows can be the first that they share with another; `sets` has owner, part and runs."
+    owner, part, length = (sets[name].to_numpy() for name in ("owner", "part", "length"))
+    run = sets["runs"].combine_chunks().flatten().to_numpy()
+    owners, at = np.unique(owner, return_inverse=True)
+    size = np.zeros((len(owners), 2), np.int32)
+    size[at, part] = length
+    room = size - np.ceil(threshold*size - 1e-9).astype(np.int32) # how many a part may lack
+    row, part, n = np.repeat(at, length), np.repeat(part, length), counts[run & (len(counts) - 1)]
+    single = (n == 1) & (not lone)
+    lost = np.bincount(2*row + part, single, 2*len(owners)).reshape(-1, 2).astype(np.int32)
+    stay = ~single & (lost <= room).all(1)[row]
+    order = np.lexsort((run[stay], row[stay] << 32 | n[stay]))
+    run, row, part = (values[stay][order] for values in (run, row, part))
+    before = np.stack([np.cumsum(part == k) - (part == k) for k in (0, 1)], 1)
+    before += lost[row] - before[np.searchsorted(row, row)]
+    keep = (before <= room[row]).all(1)
+    columns = dict(owner=owners[row], run=run, size_0=size[row, 0], size_1=size[row, 1], before_0=before[:, 0],
+                   before_1=before[:, 1])
+    return {name: values[keep] for name, values in columns.items()}
+
+# %% ../../nbs/data/08_deduplication.ipynb #rarest
+def rarest(db, table: str, sets: str, threshold: float,
+           lone: bool = False): # with runs that occur once in `sets`, which are compared with others
+    "Make the table of the runs that `first_runs` keeps: owner, run, the sizes of both parts, runs of each before it."
+    import pyarrow as pa
+    if has(db, table): return
+    counts, ((last,),) = count_runs(db, sets), rows_of(db, f"SELECT coalesce(max(owner), -1) FROM {sets}")
+    db.execute(f"""BEGIN; CREATE TABLE {table} (owner BIGINT, run UBIGINT, size_0 INTEGER, size_1 INTEGER,
+                                                before_0 INTEGER, before_1 INTEGER)""")
+    for first in range(0, last + 1, BATCH):
+        some = db.sql(f"SELECT *, len(runs) AS length FROM {sets} WHERE owner >= {first} AND owner < {first + BATCH}")
+        db.register("found", pa.table(first_runs(some.to_arrow_table(), counts, threshold, lone)))
+        db.execute(f"INSERT INTO {table} FROM found")
+    db.execute("COMMIT")
 
 # %% ../../nbs/data/08_deduplication.ipynb #1d845db6
 def shared(a: str, b: str) -> str: # tables of sets; -> a query for a, b, part, both sizes, and what both have
@@ -122,12 +157,13 @@ def shared(a: str, b: str) -> str: # tables of sets; -> a query for a, b, part, 
 MOST = 10_000_000 # pairs that one block may have to look at
 
 def near_blocks(db, threshold: float, parts: int, pool: str = "rare", first: int = 0,
-                step: int = 100_000) -> Iterator: # of (end of the block, list of (earlier, later))
+                step: int = 0) -> Iterator: # of (end of the block, list of (earlier, later)); step: 0 for ten blocks
     "Pairs of `sets` that nearly repeat each other, by blocks of the later one; the earlier is of `pool` or the block."
     t, ((last,),) = f"{threshold}::DOUBLE", rows_of(db, "SELECT coalesce(max(owner), -1) FROM sets")
-    fit = lambda a, b: f"least({a}, {b}) >= {t}*greatest({a}, {b})"
+    fit = lambda k: (f"(1 + {t})*least(a.size_{k} - a.before_{k}, b.size_{k} - b.before_{k}) >= "
+                     f"{t}*(a.size_{k} + b.size_{k}) - 1e-9")
     while first <= last:
-        size = step
+        size = step or max(100_000, last//10 + 1)
         while True: # many that nearly repeat each other make many pairs: a smaller block finds fewer at a time
             db.execute("CREATE OR REPLACE TEMP TABLE block AS FROM rare "
                        f"WHERE owner >= {first} AND owner < {first + size}")
@@ -136,8 +172,7 @@ def near_blocks(db, threshold: float, parts: int, pool: str = "rare", first: int
             size //= 4
         db.execute(f"""CREATE OR REPLACE TEMP TABLE pairs AS SELECT DISTINCT a.owner AS a, b.owner AS b
             FROM (FROM {pool} WHERE owner < {first} UNION ALL FROM block) a JOIN block b USING (run)
-            WHERE a.owner < b.owner AND {fit("a.first", "b.first")} AND {fit("a.size - a.first", "b.size - b.first")}
-            AND (1 + {t})*least(a.size - a.place, b.size - b.place) >= {t}*(a.size + b.size) - 1e-9""")
+            WHERE a.owner < b.owner AND {fit(0)} AND {fit(1)}""")
         first += size
         yield first, rows_of(db, f"""SELECT a, b FROM ({shared("sets", "sets")}) GROUP BY a, b
             HAVING count(*) = {parts} AND min(common/(size_a + size_b - common)) >= {t} ORDER BY b, a""")
@@ -170,7 +205,7 @@ def find_equal(db, rows: Iterable):
                          HAVING count(*) > 1) USING (key) WHERE row > earlier""")
 
 # %% ../../nbs/data/08_deduplication.ipynb #c1720f79
-def find_near(db, threshold: float, step: int = 100_000):
+def find_near(db, threshold: float, step: int = 0):
     "The table `near`, of rows that nearly repeat an earlier one that stays."
     left = "FROM texts ANTI JOIN equal USING (row)"
     once(db, "sets", runs_of(f"SELECT row AS owner, 0::TINYINT AS part, query AS text {left} UNION ALL "
@@ -241,8 +276,8 @@ class Watch:
         self.keys = list(texts)
         feed(db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts.values())), TEXT)
         db.execute(f"CREATE OR REPLACE TEMP TABLE watched AS {runs_of('FROM source')}")
-        for table in ("rare_watched", "rare_watched_cells"): db.execute(f"DROP TABLE IF EXISTS {table}")
-        rarest(db, "rare_watched", "watched", threshold)
+        db.execute("DROP TABLE IF EXISTS rare_watched")
+        rarest(db, "rare_watched", "watched", threshold, lone=True)
 
     def __call__(self, texts: list) -> list: # for each text, the (test, kind, id) it contains
         "The test texts that each of some texts contains."

@@ -24,12 +24,16 @@ SENTENCE = st.lists(st.sampled_from(WORDS[:5]), min_size=1, max_size=14).map(" "
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=20), st.sampled_from([0.3, 0.5, 0.8, 1.0]))
-def test_duplicates_are_those_of_the_slow_search(texts, threshold):
+@given(st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=20), st.sampled_from([0.3, 0.5, 0.8, 1.0]),
+       st.sampled_from([1, 8, deduplication.CELLS]))
+def test_duplicates_are_those_of_the_slow_search(texts, threshold, counters):
+    "Also where many runs share a counter."
     sets, kept = [tuple(map(word_runs, pair)) for pair in texts], []
     for n, row_sets in enumerate(sets):
         if not any(all(alike(*parts) >= threshold for parts in zip(row_sets, sets[k])) for k in kept): kept.append(n)
-    found = duplicates([row(*pair) for pair in texts], threshold)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deduplication, "CELLS", counters)
+        found = duplicates([row(*pair) for pair in texts], threshold)
     assert [n for n in range(len(texts)) if n not in found] == kept
     assert all(earlier in kept for earlier, _ in found.values())
 
