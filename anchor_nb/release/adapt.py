@@ -424,6 +424,9 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
                  f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
     for label, facts in candidates.items():
+        if 0 < (share := facts.get("share", 0)) < 1:
+            lines.append(f"{label} has {100*share:.0f} % of the weights after training and {100 - 100*share:.0f} % of "
+                         "those before: on the development split this average was ahead of both.")
         if len(facts.get("seeds", [])) > 1:
             lines.append(f"{label} was trained with {len(facts['seeds'])} seeds; the development split chose one.")
         if facts.get("precision") == "bf16":
@@ -599,7 +602,7 @@ def outlook(recipe: Adapt) -> list: # of lines
     lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
     searched = minutes/6*min(len(passages), recipe.exam_documents or len(passages)) # by MiniLM, of one part
     lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
-                             minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (4 + recipe.epochs)*searched,
+                             minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched,
                              16*23e6))
     systems = 2.0 # passes over the passages, in units of MiniLM: as it is and tuned
     for base in bases_of(recipe)[0]:

@@ -42,12 +42,11 @@ def opened(model: str, max_length: int):
 
 # %% ../../nbs/training/11_encoders.ipynb #bcb55ed6
 def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: int) -> dict: # epoch -> score
-    "Train in place; afterwards the encoder is as after its best epoch."
+    "Train in place; afterwards the encoder is as after the best of these epochs. Epoch 0 is the one before."
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.losses import MultipleNegativesRankingLoss
     from transformers import EarlyStoppingCallback, PrinterCallback
-    before, scores = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}, {}
-    scores[0] = judge(encoder)[SCORE] if judge else 0.0
+    scores = {0: judge(encoder)[SCORE] if judge else 0.0}
     with TemporaryDirectory() as folder:
         kept = dict(eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, load_best_model_at_end=True,
                     metric_for_best_model=f"eval_{SCORE}", save_only_model=True) if judge else dict(save_strategy="no")
@@ -61,9 +60,28 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
         trainer.remove_callback(PrinterCallback)
         with without_bars(): trainer.train()
     history = [row[f"eval_{SCORE}"] for row in trainer.state.log_history if f"eval_{SCORE}" in row]
-    scores |= dict(enumerate(history, 1))
-    if judge and max(scores.values()) == scores[0]: encoder.load_state_dict(before)
-    return {epoch: round(float(score), 4) for epoch, score in scores.items()}
+    return {epoch: round(float(score), 4) for epoch, score in enumerate([scores[0], *history])}
+
+# %% ../../nbs/training/11_encoders.ipynb #share-code
+SHARES = (0.5, 0.75) # tried, beside 0 and 1; ours
+
+def weights_of(encoder) -> dict:
+    "A copy of the weights."
+    return {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+
+def mix(encoder, before: dict, after: dict, share: float):
+    "Give the encoder the average of its weights at two times."
+    encoder.load_state_dict({name: tensor.lerp(after[name], share) if tensor.is_floating_point() else tensor
+                             for name, tensor in before.items()})
+
+def average(encoder, before: dict, judge, scores: dict) -> dict: # before: its former weights; share -> score
+    "Leave the encoder at the best average; `scores` has those of the shares 0 and 1."
+    after, scores = weights_of(encoder), dict(scores)
+    for share in SHARES:
+        mix(encoder, before, after, share)
+        scores[share] = round(float(judge(encoder)[SCORE]), 4)
+    mix(encoder, before, after, max(scores, key=scores.get))
+    return scores
 
 # %% ../../nbs/training/11_encoders.ipynb #ae8f2a74
 RATES = (2e-5, 1e-4, 3e-4) # ours: around sentence-transformers' 5e-5, and what small models on few pairs take
@@ -89,18 +107,22 @@ def tune_encoder(model: str,       # a sentence-transformers folder, hub id or s
                  rate: float = 0.0, # 0: from a short search
                  batch: int = 32,  # pairs of a step; the other ones' documents are negatives
                  max_length: int = 256, # tokens of a text; what all-MiniLM takes
-                 seed: int = 0) -> dict: # rates, rate, epochs: score of each, dev, seconds
-    "Train an encoder on pairs and save the best of its epochs; ValueError for too few pairs."
+                 seed: int = 0) -> dict: # rates, rate, epochs, shares: score of each, share, dev, seconds
+    "Train an encoder on pairs and save the best average of it before and after; ValueError for too few pairs."
     if len(rows) < 8:
         raise ValueError(f"{len(rows)} pairs are too few to train on; give at least 8, better some hundreds")
     began = time.perf_counter(), time.process_time()
     rates = {} if rate else search_rate(model, rows, dev, batch=batch, max_length=max_length, seed=seed)
-    encoder = opened(model, max_length)
-    scores = fit(encoder, rows, evaluator_of(dev), rate or max(rates, key=rates.get), epochs, batch, seed)
-    announce(f"{Path(model).name}: nDCG@10 {100*scores[0]:.1f} as it is, {100*max(scores.values()):.1f} tuned, on the "
-             "development split")
+    encoder, judge = opened(model, max_length), evaluator_of(dev)
+    before = weights_of(encoder)
+    scores = fit(encoder, rows, judge, rate or max(rates, key=rates.get), epochs, batch, seed)
+    shares = average(encoder, before, judge, {0: scores[0], 1: max(scores[epoch] for epoch in scores if epoch)})
+    share = max(shares, key=shares.get)
+    announce(f"{Path(model).name}: nDCG@10 {100*shares[0]:.1f} as it is, {100*shares[1]:.1f} tuned, "
+             f"{100*shares[share]:.1f} with {100*share:.0f} % of the tuned weights, on the development split")
     facts = dict(model=str(model), pairs=len(rows), rates={f"{key:g}": value for key, value in rates.items()},
-                 rate=rate or max(rates, key=rates.get), epochs=scores, dev=max(scores.values()), batch=batch,
+                 rate=rate or max(rates, key=rates.get), epochs=scores, shares=shares, share=share,
+                 dev=shares[share], batch=batch,
                  max_length=encoder.max_seq_length, seed=seed, seconds=round(time.perf_counter() - began[0], 1),
                  cpu_seconds=round(time.process_time() - began[1], 1))
     with new_folder(Path(out)) as folder, without_bars():

@@ -1,7 +1,9 @@
 """Near-duplicate removal by engines that exist, beside our own index: rows/s, memory, precision, recall.
 
 `python data_engines.py make N` writes N rows of real text with planted near-duplicates whose truth is known, and
-`python data_engines.py run N ENGINE ...` measures each engine in a process of its own. The rows are the pairs of the
+`python data_engines.py run N ENGINE ...` measures each engine in a process of its own, or a data tool of the package
+as a whole: `dedup`, `table` and `stream` (rows as training reads them, from a local table and from an address),
+`mine_words` and `mine_vectors`. The rows are the pairs of the
 package's corpora, without those that repeat each other; where there are too few, three of them are joined to one. An
 exact engine joins the rarest runs of words, as `anchor_nb.data.deduplication` does with DuckDB; datatrove has its own,
 approximate way (MinHash) and its own words.
@@ -309,6 +311,63 @@ ENGINES = dict(anchor_nb=anchor_nb, polars=polars, datatrove=datatrove, datatrov
                ray=ray)
 
 
+# ---- the package's tools, each from the address of the shards to a few facts ----
+
+
+def dedup(address: str, work: Path, threads: int) -> dict:
+    "The whole command: read and check, search, look for texts of a test set, write."
+    from anchor_nb.data.deduplication import dedup_pairs
+    tests = [str(build_corpus("foldoc")/"eval")]
+    facts = dedup_pairs(address, str(work/"out"), against=tests, threads=threads)["datasets"]
+    return dict(*facts.values())
+
+
+def drawn(tables: dict, began: float, steps: int = 1000, batch: int = 256) -> dict:
+    "The rate at which training could read."
+    from anchor_nb.data.rows import Batches, Stream, examples
+    groups = {name: table.groups for name, table in tables.items() if isinstance(table, Stream)}
+    batches = Batches({name: len(table) for name, table in tables.items()}, batch, groups=groups)
+    opened = time.process_time() - began
+    def step(number):
+        drawn = batches(number)
+        return len(examples(tables[drawn.dataset], drawn, None))
+    began = time.process_time()
+    step(0)
+    first, began = time.process_time() - began, time.process_time()
+    rows = sum(map(step, range(1, steps)))
+    return dict(open_seconds=opened, first_step_seconds=first, rows_per_second=rows/(time.process_time() - began))
+
+
+def stream(address: str, work: Path, threads: int) -> dict:
+    from anchor_nb.data.rows import load_pairs
+    began = time.process_time()
+    return drawn(load_pairs(address), began)
+
+
+def table(address: str, work: Path, threads: int) -> dict:
+    from anchor_nb.data.rows import load_pairs
+    (work/"data").mkdir()
+    for file in Path(address.removeprefix("file://")).parent.glob("rows-*.parquet"):
+        (work/"data"/file.name).symlink_to(file)
+    began = time.process_time()
+    return drawn(load_pairs(str(work/"data"), work/"cache"), began)
+
+
+def mine_words(address: str, work: Path, threads: int, **settings) -> dict:
+    from anchor_nb.core.recipe import Mine
+    from anchor_nb.inference.hard_negatives import mine
+    given = dict(data=address, model="bm25", out=str(work/"mined"), instructions="none", max_length=64) | settings
+    facts = next(iter(mine(Mine(**given)).values()))
+    return {name: facts[name] for name in ("documents", "negatives", "search") if name in facts}
+
+
+def mine_vectors(address: str, work: Path, threads: int) -> dict:
+    return mine_words(address, work, threads, model="tiny", search="approximate")
+
+
+TOOLS = dict(dedup=dedup, table=table, stream=stream, mine_words=mine_words, mine_vectors=mine_vectors)
+
+
 # ---- measuring ----
 
 
@@ -357,10 +416,12 @@ def measure(rows: int, engine: str, folder: Path, threads: int, limit: int) -> d
         except subprocess.TimeoutExpired: pass
     cpu = sum(seconds.values())  # but for the last half second of each
     row = dict(engine=engine, rows=rows, threads=threads, seconds=time.perf_counter() - start, processor_seconds=cpu,
-               peak_bytes=peak,
-               rows_per_processor_second=rows/cpu, disk_bytes=sum(f.stat().st_size for f in work.rglob("*")
-                                                                  if f.is_file()), lines=lines_of(engine))
-    row |= judged(folder, np.load(work/"dropped.npy")) if code == 0 else dict(failed=str(code))
+               peak_bytes=peak, rows_per_processor_second=rows/cpu,
+               disk_bytes=sum(f.stat().st_size for f in work.rglob("*") if f.is_file() and not f.is_symlink()))
+    if code != 0: row |= dict(failed=str(code))
+    elif engine in TOOLS: row |= json.loads((work/"facts.json").read_text())
+    else: row |= judged(folder, np.load(work/"dropped.npy"))
+    if engine in ENGINES: row["lines"] = lines_of(engine)
     shutil.rmtree(work)
     return row
 
@@ -369,24 +430,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["make", "run", "one"])
     parser.add_argument("rows", type=int)
-    parser.add_argument("engines", nargs="*", default=list(ENGINES))
+    parser.add_argument("engines", nargs="*", default=list(ENGINES), help="or tools")
     parser.add_argument("--folder", type=Path, required=True, help="for the rows, and for what the engines write")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=1800, help="seconds for each engine")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results/data_engines.jsonl")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="where the rows go")
     given = parser.parse_args()
     folder = given.folder/f"rows-{given.rows}"
     if given.what == "make": make(given.rows, folder)
     elif given.what == "one":
-        work = given.folder/f"work-{given.engines[0]}-{given.rows}"
-        np.save(work/"dropped.npy", ENGINES[given.engines[0]](folder, work, given.threads))
+        name, = given.engines
+        work = given.folder/f"work-{name}-{given.rows}"
+        if name in ENGINES: np.save(work/"dropped.npy", ENGINES[name](folder, work, given.threads))
+        else:
+            facts = TOOLS[name](f"file://{folder.resolve()}/rows-*.parquet", work.resolve(), given.threads)
+            (work/"facts.json").write_text(json.dumps(facts))
     else:
         from anchor_nb.runs.manifest import now
-        from anchor_nb.runs.provenance import library_versions, machine
         for engine in given.engines:
             row = measure(given.rows, engine, folder, given.threads, given.limit) | dict(at=now())
             print(json.dumps(row))
-            with open(given.out, "a") as file: file.write(json.dumps(row) + "\n")
+            kept = given.out/("data_engines.jsonl" if engine in ENGINES else "data_tools.jsonl")
+            with open(kept, "a") as file: file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__": main()

@@ -7,6 +7,7 @@
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
     python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside MiniLM
+    python nbs/studies/adapt_runs.py averages                            # weights of before and after training
 
 A target is 1,200 texts of a corpus of ours, each cut after 60 words, with the query of each as a pair. Without pairs,
 documents have the titles that they would have in a folder, and what was trained is scored on the corpus's own queries
@@ -198,6 +199,36 @@ def fusion():
     write(Path("nbs/results/adapt/fusion.jsonl"), rows)
 
 
+def averages():
+    "MiniLM as it is, tuned and averaged, in the exams of the runs with pairs; the development split chooses the share."
+    from anchor_nb.data.retrieval_sets import read_retrieval
+    from anchor_nb.evaluation.encoders import Candidate
+    from anchor_nb.evaluation.exam import opened as examined
+    from anchor_nb.evaluation.exam import score_one, verdict
+    from anchor_nb.training.encoders import SHARES, mix, opened, weights_of
+    gain = lambda sheet, label, other: {name: round(value, 2) for name, value in verdict(sheet, label, [other]).items()
+                                        if name in ("difference", "low", "high")}
+    score = lambda model, exam: score_one(examined(Candidate(model, model, library="sentence-transformers")), exam)
+    for path in sorted(Path("runs/adapt").glob("*/adapted-own-*/steps")):
+        models = {"0": "minilm", "1": str(path/"train-minilm/model")}
+        encoder, tuned = (opened(model, 256) for model in models.values())
+        before, after = weights_of(encoder), weights_of(tuned)
+        for share in SHARES:
+            mix(encoder, before, after, share)
+            models[f"{share:g}"] = str(path.parent/f"average-{share:g}")
+            encoder.save_pretrained(models[f"{share:g}"], create_model_card=False)
+        dev, exam = ({share: score(model, read_retrieval(path/"split"/part)) for share, model in models.items()}
+                     for part in ("dev", "exam"))
+        chosen = max(dev, key=lambda share: dev[share]["score"])
+        row = dict(target=path.parts[2], seed=int(path.parts[3].rpartition("-")[2]), chosen=chosen,
+                   **{part: {share: round(100*facts["score"], 2) for share, facts in sheet.items()}
+                      for part, sheet in (("dev", dev), ("exam", exam))},
+                   on_minilm=gain(exam, chosen, "0"), on_tuned=gain(exam, chosen, "1"),
+                   half_on_tuned=gain(exam, "0.5", "1"), code=code_version())
+        with open("nbs/results/adapt/averages.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+
 def seeds(name, precision, *numbers):
     "Stage II of SmolLM2 once more on the pairs of a target's latest run, scored on its development split."
     from anchor_nb import Stage2, train
@@ -252,6 +283,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
     elif sys.argv[1] == "halves": halves()
     elif sys.argv[1] == "fusion": fusion()
+    elif sys.argv[1] == "averages": averages()
     elif sys.argv[1] == "kinds": kinds(sys.argv[2])
     elif sys.argv[1] == "negatives": negatives(sys.argv[2])
     else: main(*sys.argv[1:])
