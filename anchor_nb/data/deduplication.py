@@ -135,13 +135,13 @@ def rarest(db, table: str, sets: str, threshold: float,
     import pyarrow as pa
     if has(db, table): return
     counts, ((last,),) = count_runs(db, sets), rows_of(db, f"SELECT coalesce(max(owner), -1) FROM {sets}")
-    db.execute(f"""BEGIN; CREATE TABLE {table} (owner BIGINT, run UBIGINT, size_0 INTEGER, size_1 INTEGER,
-                                                before_0 INTEGER, before_1 INTEGER)""")
+    db.execute(f"""CREATE OR REPLACE TABLE {table}_draft (owner BIGINT, run UBIGINT, size_0 INTEGER, size_1 INTEGER,
+                                                          before_0 INTEGER, before_1 INTEGER)""")
     for first in range(0, last + 1, BATCH):
         some = db.sql(f"SELECT *, len(runs) AS length FROM {sets} WHERE owner >= {first} AND owner < {first + BATCH}")
         db.register("found", pa.table(first_runs(some.to_arrow_table(), counts, threshold, lone)))
-        db.execute(f"INSERT INTO {table} FROM found")
-    db.execute("COMMIT")
+        db.execute(f"INSERT INTO {table}_draft FROM found") # one by one: a transaction of all of them is in memory
+    db.execute(f"ALTER TABLE {table}_draft RENAME TO {table}")
 
 # %% ../../nbs/data/08_deduplication.ipynb #1d845db6
 def shared(a: str, b: str) -> str: # tables of sets; -> a query for a, b, part, both sizes, and what both have
