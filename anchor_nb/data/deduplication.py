@@ -129,14 +129,15 @@ def first_runs(sets, counts, threshold: float, lone: bool) -> dict: # of arrays:
     return {name: values[keep] for name, values in columns.items()}
 
 # %% ../../nbs/data/08_deduplication.ipynb #rarest
+RARE = "owner BIGINT, run UBIGINT, size_0 INTEGER, size_1 INTEGER, before_0 INTEGER, before_1 INTEGER"
+
 def rarest(db, table: str, sets: str, threshold: float,
            lone: bool = False): # with runs that occur once in `sets`, which are compared with others
-    "Make the table of the runs that `first_runs` keeps: owner, run, the sizes of both parts, runs of each before it."
+    "Make the table of the runs that `first_runs` keeps, with the sizes of both parts and the runs of each before it."
     import pyarrow as pa
     if has(db, table): return
     counts, ((last,),) = count_runs(db, sets), rows_of(db, f"SELECT coalesce(max(owner), -1) FROM {sets}")
-    db.execute(f"""CREATE OR REPLACE TABLE {table}_draft (owner BIGINT, run UBIGINT, size_0 INTEGER, size_1 INTEGER,
-                                                          before_0 INTEGER, before_1 INTEGER)""")
+    db.execute(f"CREATE OR REPLACE TABLE {table}_draft ({RARE})")
     for first in range(0, last + 1, BATCH):
         some = db.sql(f"SELECT *, len(runs) AS length FROM {sets} WHERE owner >= {first} AND owner < {first + BATCH}")
         db.register("found", pa.table(first_runs(some.to_arrow_table(), counts, threshold, lone)))
@@ -389,7 +390,7 @@ def search(out: str, data: str, columns: dict, threshold: float, memory: str, th
     "The database of a run: one that was stopped, where data, settings and code are the same, else a new one."
     import duckdb
     decides = [content_hash(source) for source in find_sources(data).values()]
-    decides += [columns, threshold, duckdb.__version__, __version__, runs_of("")]
+    decides += [columns, threshold, duckdb.__version__, __version__, runs_of(""), RARE]
     key, path = hashlib.sha256(json.dumps(decides).encode()).hexdigest(), Path(out)/SEARCH
     path.parent.mkdir(parents=True, exist_ok=True)
     there, db = path.exists(), database(path, memory, threads)

@@ -200,7 +200,10 @@ def fusion():
 
 
 def averages():
-    "MiniLM as it is, tuned and averaged, in the exams of the runs with pairs; the development split chooses the share."
+    """MiniLM as it is, tuned and averaged, in the exams of the runs with pairs; the development split chooses the share.
+
+    The runs are by commit ef73fc4, which saves tuned weights; later ones save the average.
+    """
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
     from anchor_nb.evaluation.exam import opened as examined
