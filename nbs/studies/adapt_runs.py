@@ -200,7 +200,7 @@ def fusion():
 
 
 def averages():
-    """MiniLM as it is, tuned and averaged, in the exams of the runs with pairs; the development split chooses the share.
+    """MiniLM as it is, tuned and averaged, in the exams of the runs with pairs; the development split chooses a share.
 
     The runs are by commit ef73fc4, which saves tuned weights; later ones save the average.
     """
