@@ -200,18 +200,18 @@ def fusion():
 
 
 def averages():
-    """MiniLM as it is, tuned and averaged, in the exams of the runs with pairs; the development split chooses a share.
+    """MiniLM as it is, tuned and averaged, alone and with BM25, in the exams of the runs with pairs.
 
-    The runs are by commit ef73fc4, which saves tuned weights; later ones save the average.
+    The development split chooses share and weight. The runs are by commit ef73fc4, which saves tuned weights; later
+    ones save the average.
     """
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import opened as examined
-    from anchor_nb.evaluation.exam import score_one, verdict
+    from anchor_nb.evaluation.exam import best_of, sit_exam, verdict
     from anchor_nb.training.encoders import SHARES, mix, opened, weights_of
     gain = lambda sheet, label, other: {name: round(value, 2) for name, value in verdict(sheet, label, [other]).items()
                                         if name in ("difference", "low", "high")}
-    score = lambda model, exam: score_one(examined(Candidate(model, model, library="sentence-transformers")), exam)
+    rows = []
     for path in sorted(Path("runs/adapt").glob("*/adapted-own-*/steps")):
         models = {"0": "minilm", "1": str(path/"train-minilm/model")}
         encoder, tuned = (opened(model, 256) for model in models.values())
@@ -220,16 +220,21 @@ def averages():
             mix(encoder, before, after, share)
             models[f"{share:g}"] = str(path.parent/f"average-{share:g}")
             encoder.save_pretrained(models[f"{share:g}"], create_model_card=False)
-        dev, exam = ({share: score(model, read_retrieval(path/"split"/part)) for share, model in models.items()}
-                     for part in ("dev", "exam"))
-        chosen = max(dev, key=lambda share: dev[share]["score"])
-        row = dict(target=path.parts[2], seed=int(path.parts[3].rpartition("-")[2]), chosen=chosen,
-                   **{part: {share: round(100*facts["score"], 2) for share, facts in sheet.items()}
-                      for part, sheet in (("dev", dev), ("exam", exam))},
-                   on_minilm=gain(exam, chosen, "0"), on_tuned=gain(exam, chosen, "1"),
-                   half_on_tuned=gain(exam, "0.5", "1"), code=code_version())
-        with open("nbs/results/adapt/averages.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
+        systems, known = dict(bm25=Candidate("bm25", "bm25", library="bm25")), {}
+        systems |= {share: Candidate(share, model, library="sentence-transformers") for share, model in models.items()}
+        dev = sit_exam(read_retrieval(path/"split/dev"), systems, known=known)
+        weights = {share: dev[f"{share} + BM25"]["weight"] for share in models}
+        exam = sit_exam(read_retrieval(path/"split/exam"), systems, known=known, weights=weights)
+        row = dict(target=path.parts[2], seed=int(path.parts[3].rpartition("-")[2]),
+                   **{part: {label: round(100*system["score"], 2) for label, system in sheet.items()}
+                      for part, sheet in (("dev", dev), ("exam", exam))})
+        for way, words in (("alone", ""), ("with_bm25", " + BM25")):
+            chosen = best_of(dev, [share + words for share in models])
+            row[way] = dict(chosen=chosen.removesuffix(" + BM25"), on_minilm=gain(exam, chosen, f"0{words}"),
+                            on_tuned=gain(exam, chosen, f"1{words}"))
+        rows.append(row | dict(code=code_version()))
+        print(rows[-1], flush=True)
+    write(Path("nbs/results/adapt/averages.jsonl"), rows)
 
 
 def seeds(name, precision, *numbers):
