@@ -447,8 +447,10 @@ def main():
             (work/"facts.json").write_text(json.dumps(facts))
     else:
         from anchor_nb.runs.manifest import now
+        from anchor_nb.runs.provenance import code_version, machine
         for engine in given.engines:
-            row = measure(given.rows, engine, folder, given.threads, given.limit) | dict(at=now())
+            row = measure(given.rows, engine, folder, given.threads, given.limit)
+            row |= dict(at=now(), code=code_version(), machine=machine())
             print(json.dumps(row))
             kept = given.out/("data_engines.jsonl" if engine in ENGINES else "data_tools.jsonl")
             with open(kept, "a") as file: file.write(json.dumps(row) + "\n")

@@ -1,6 +1,7 @@
 """The runs behind the study of `adapt`, one call each; rows go to nbs/results/adapt/rows.jsonl.
 
     python nbs/studies/adapt_runs.py foldoc seed=1 base=minilm,smollm2-135m exam_documents=0
+    python nbs/studies/adapt_runs.py debian draw=2 seed=2 base=minilm    # texts 2,400 to 3,600 of a corpus
     python nbs/studies/adapt_runs.py wordnet pairs=no seed=0 base=minilm # documents only
     python nbs/studies/adapt_runs.py kinds debian                        # which made queries to learn from
     python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
@@ -40,10 +41,11 @@ def titled(name, row):
     return dict(_id=row["id"], text=row["positive"]) | (dict(title=title) if title else {})
 
 
-def target(name, root, own):
-    "documents.jsonl and pairs.jsonl of a corpus, the same ones each time."
+def target(name, root, own, draw=0):
+    "documents.jsonl and pairs.jsonl of a corpus, the same ones each time; no two draws share a text."
     lines = (build_corpus(name)/"pairs"/f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = sorted(map(json.loads, lines), key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())[:TEXTS]
+    rows = sorted(map(json.loads, lines), key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())
+    rows = rows[draw*TEXTS:][:TEXTS]
     for row in rows: row["positive"] = " ".join(row["positive"].split()[:WORDS])
     write(root/"documents.jsonl", [dict(_id=row["id"], text=row["positive"]) if own else titled(name, row)
                                    for row in rows])
@@ -105,17 +107,18 @@ def kinds(name, rate=5e-5):
 def main(name, *settings):
     "Run `adapt` on a target and keep what it found."
     given = dict(text.split("=", 1) for text in settings)
-    own, root = given.pop("pairs", "yes") == "yes", Path("runs/adapt")/name
+    own, draw = given.pop("pairs", "yes") == "yes", int(given.pop("draw", 0))
+    root = Path("runs/adapt")/(f"{name}-{draw}" if draw else name)
     kinds = {field: f.type for field, f in Adapt.__dataclass_fields__.items()}
     values = {field: coerce(field, from_yaml(field, text), kinds[field]) for field, text in given.items()}
     root, out = root/("own" if own else "made"), root/f"adapted-{'own' if own else 'made'}-{values['seed']}"
-    target(name, root, own)
+    target(name, root, own, draw)
     began = time.time(), time.process_time()
     result = adapt(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl") if own else "",
                          out=str(out), **values))
     for system in result["systems"].values(): system.pop("values", None)
     kept = ("verdict", "each", "systems", "curve", "notes", "seconds", "facts")
-    row = dict(target=name, pairs=own, settings=values, **{field: result[field] for field in kept},
+    row = dict(target=name, draw=draw, pairs=own, settings=values, **{field: result[field] for field in kept},
                wall_minutes=round((time.time() - began[0])/60, 1), differences=differences(out),
                cpu_minutes=round((time.process_time() - began[1])/60, 1), fresh=result["fresh"],
                command=" ".join(["python", *sys.argv]), code=code_version(), machine=machine())
@@ -200,10 +203,9 @@ def fusion():
 
 
 def averages():
-    """MiniLM as it is, tuned and averaged, alone and with BM25, in the exams of the runs with pairs.
+    """MiniLM as it is, tuned and averaged, alone and with BM25, in the exams of draws 1 to 3.
 
-    The development split chooses share and weight. The runs are by commit ef73fc4, which saves tuned weights; later
-    ones save the average.
+    The development split chooses share and weight. What was saved is an average; the tuned weights follow from it.
     """
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
@@ -212,11 +214,13 @@ def averages():
     gain = lambda sheet, label, other: {name: round(value, 2) for name, value in verdict(sheet, label, [other]).items()
                                         if name in ("difference", "low", "high")}
     rows = []
-    for path in sorted(Path("runs/adapt").glob("*/adapted-own-*/steps")):
-        models = {"0": "minilm", "1": str(path/"train-minilm/model")}
-        encoder, tuned = (opened(model, 256) for model in models.values())
-        before, after = weights_of(encoder), weights_of(tuned)
-        for share in SHARES:
+    for path in sorted(Path("runs/adapt").glob("*-?/adapted-own-*/steps")):
+        models, (name, draw) = {"0": "minilm"}, path.parts[2].split("-")
+        encoder, saved = opened("minilm", 256), weights_of(opened(str(path/"train-minilm/model"), 256))
+        before = weights_of(encoder)
+        mix(encoder, before, saved, 1/json.loads((path/"train-minilm/step.json").read_text())["facts"]["share"])
+        after = weights_of(encoder)
+        for share in (*SHARES, 1):
             mix(encoder, before, after, share)
             models[f"{share:g}"] = str(path.parent/f"average-{share:g}")
             encoder.save_pretrained(models[f"{share:g}"], create_model_card=False)
@@ -225,7 +229,7 @@ def averages():
         dev = sit_exam(read_retrieval(path/"split/dev"), systems, known=known)
         weights = {share: dev[f"{share} + BM25"]["weight"] for share in models}
         exam = sit_exam(read_retrieval(path/"split/exam"), systems, known=known, weights=weights)
-        row = dict(target=path.parts[2], seed=int(path.parts[3].rpartition("-")[2]),
+        row = dict(target=name, draw=int(draw), seed=int(path.parts[3].rpartition("-")[2]),
                    **{part: {label: round(100*system["score"], 2) for label, system in sheet.items()}
                       for part, sheet in (("dev", dev), ("exam", exam))})
         for way, words in (("alone", ""), ("with_bm25", " + BM25")):
@@ -234,7 +238,7 @@ def averages():
                             on_tuned=gain(exam, chosen, f"1{words}"))
         rows.append(row | dict(code=code_version()))
         print(rows[-1], flush=True)
-    write(Path("nbs/results/adapt/averages.jsonl"), rows)
+    write(Path("nbs/results/adapt/averages_fresh.jsonl"), rows)
 
 
 def seeds(name, precision, *numbers):

@@ -53,7 +53,8 @@ def quick(monkeypatch, tmp_path):
 
     def tuned(model, rows, dev, out, *rest, **more):
         calls.append(len(rows))
-        return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, dev=0.2, seconds=60.0)
+        return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, share=0.75, dev=0.2,
+                    seconds=60.0)
 
     def sat(exam, systems, max_length=256, known=None, weights=None):
         sheet = {}
@@ -93,6 +94,7 @@ def test_a_better_model_is_exported_with_its_verdict_and_a_second_run_does_nothi
     assert "Better than what you have" in (tmp_path/"out/model/README.md").read_text()
     page = (tmp_path/"out/verdict.html").read_text()
     assert "Better than what you have" in page and "<script" not in page and "http" not in page
+    assert any("75 % of the weights after training and 25 % of those before" in note for note in found["notes"])
     assert quick[0] == [100, 25, 50] and list(found["curve"]) == ["0", "25", "50", "100"]
     assert adapt(recipe(tmp_path))["fresh"] == [] and quick[0] == [100, 25, 50]
 
