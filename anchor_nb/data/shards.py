@@ -37,7 +37,12 @@ def listing(source: str) -> tuple: # (file system, path -> what it says of the f
     except (ImportError, ValueError) as error: # a protocol that needs a package, or one that nobody knows
         raise ValueError(f"{source} cannot be opened: {error}") from None
     system.invalidate_cache() # what was listed before may have changed
-    there = persistent(lambda: look(system, path), source)
+    try: there = persistent(lambda: look(system, path), source)
+    except Exception as error: # without credentials each storage's library has an error of its own
+        if isinstance(error, OSError) and not isinstance(error, PermissionError):
+            raise
+        raise ValueError(f"{source} cannot be listed: {error}; the storage takes credentials from the environment or "
+                         "from its own configuration file") from None
     files = {path: there[path] for path in sorted(there) if there[path]["type"] == "file"}
     if not files:
         raise FileNotFoundError(f"{source} holds no parquet file; check the address, in which * ? and [ ] are "
