@@ -2,6 +2,9 @@
 
 `eval "$(tests/slurm/setup.sh start)"`, then `pytest tests/slurm`, then `tests/slurm/setup.sh stop`.
 """
+import json
+import random
+import shlex
 import subprocess
 import sys
 import time
@@ -69,6 +72,38 @@ def test_a_cancelled_job_has_its_checkpoint_and_can_be_submitted_again(tmp_path)
     assert runs.read_manifest(tmp_path/"run")["status"] == "stopped"
     assert not [line for line in slurm("ps", "-eo", "args").splitlines()
                 if str(tmp_path) in line], "a process was left behind"
+
+
+TOOLS = dict(dedup=("pairs", "dedup {rows} --out {out} --threads 2"),
+             mine=("pairs", "mine {rows} --out {out} --model bm25 --instructions none"),
+             encode=("shard-000001.safetensors", "encode {rows} --out {out} --model tiny --gpus 2 --columns '{{text: positive}}' "
+                                        "-p shard_rows=512"))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_data_tool_that_is_requeued_ends_as_if_it_had_not_been(tool, tmp_path):
+    """The same bytes as without Slurm; what was made before the job was requeued is not made again."""
+    numbers = random.Random(0)
+    words = [f"{a}{b}" for a in "kmptsl" for b in ("a", "en", "or", "ix", "un", "el", "ist")]
+    text = lambda length: " ".join(numbers.choices(words, k=length))
+    (tmp_path/"rows.jsonl").write_text("".join(json.dumps(dict(query=text(8), positive=text(24))) + "\n"
+                                               for _ in range(8192)))
+    made, command = TOOLS[tool]
+    line = lambda out: shlex.join([str(Path(sys.executable).parent/"anchor-nb"), *shlex.split(
+        command.format(rows=tmp_path/"rows.jsonl", out=tmp_path/out))])
+    subprocess.run(line("alone"), shell=True, check=True, capture_output=True)
+    number = slurm("sbatch", "--parsable", "--requeue", "--open-mode=append", f"--output={tmp_path}/log.txt",
+                   "--cpus-per-task=2", f"--wrap={line('job')}").strip()
+    working = lambda: any((tmp_path/"job").rglob("*.duckdb")) or any((tmp_path/"job").rglob("*.safetensors")) or any(
+        (tmp_path/"job").rglob("*-found.bin"))
+    wait_until(working, 120, "the job did not begin")
+    slurm("scontrol", "requeue", number)
+    wait_until(lambda: "COMPLETED" in slurm("scontrol", "show", "job", number), 240, "the job did not finish")
+    assert "Restarts=1" in slurm("scontrol", "show", "job", number)
+    assert (tmp_path/"job"/made).exists()
+    files = lambda out: {file.relative_to(tmp_path/out): file.read_bytes() for file in (tmp_path/out).rglob("*")
+                         if file.is_file() and file.suffix in (".jsonl", ".safetensors")}
+    assert files("job") == files("alone") and files("job")
 
 
 def test_a_sweep_goes_through_arrays_and_outlives_its_driver(tmp_path):
