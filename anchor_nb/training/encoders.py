@@ -46,6 +46,7 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.losses import MultipleNegativesRankingLoss
     from transformers import EarlyStoppingCallback, PrinterCallback
+    encoder.model_card_data.set_widget_examples = lambda dataset: None # of a card that nobody writes
     scores = {0: judge(encoder)[SCORE] if judge else 0.0}
     with TemporaryDirectory() as folder:
         kept = dict(eval_strategy="epoch", save_strategy="epoch", save_total_limit=1, load_best_model_at_end=True,
