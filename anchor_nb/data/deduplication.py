@@ -6,8 +6,9 @@
 __all__ = ['dedup_pairs']
 
 # %% ../../nbs/data/08_deduplication.ipynb #ab2e4a34
-import hashlib, json, re, tempfile, unicodedata
+import hashlib, json, re, shutil, tempfile, unicodedata
 from collections import Counter
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
@@ -20,15 +21,19 @@ from .writers import check_target, ending, write_pairs
 from .retrieval_sets import read_retrieval, relevant, split_off
 
 # %% ../../nbs/data/08_deduplication.ipynb #73a544b4
-STOPS = re.compile(r"(?<=\w)\s*[.,;:!?]+(?=\s|$)") # after a word, before a space or the end
+STOPS = re.compile(r"(?<=\w)\s*[.,;:!?。、]+(?=\s|$)") # after a word, before a space or the end
+
+# Thai and Lao, Burmese, Khmer, Japanese, Chinese: no spaces between words, so each character counts as one
+UNSPACED = re.compile(r"([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf"
+                      r"\u4e00-\u9fff\uf900-\ufaff\U0001b000-\U0001b16f\U00020000-\U0003ffff])")
 
 LONG = 8 # runs, ours: a text of ten words or more that is contained in another was hardly written independently
 
 def plain(text: str) -> str:
-    "A text in NFKC, without case, and with one space for every run of white space."
+    "A text in NFKC, without case, and with one space for every run of white space and around unspaced characters."
     if text.isascii(): return " ".join(text.lower().split())
     nfkc = lambda text: unicodedata.normalize("NFKC", text)
-    return " ".join(nfkc(nfkc(text).casefold()).split())
+    return " ".join(UNSPACED.sub(r" \1 ", nfkc(nfkc(text).casefold())).split())
 
 def word_runs(text: str, width: int = 3) -> set: # of tuples of `width` words; of all words where there are fewer
     "The runs that a text is compared by; a character that belongs to no word and ends none counts as a word."
@@ -76,20 +81,34 @@ def once(db, table: str, query: str):
     "Make a table, unless it is there."
     if not has(db, table): db.execute(f"CREATE TABLE {table} AS {query}")
 
+@contextmanager
 def feed(db, name: str, rows: Iterable, kinds: dict): # rows: tuples; kinds: column -> Arrow's type
-    "Rows of Python as a table that can be read once, `BATCH` of them in memory at a time."
+    "Rows of Python as a table that can be read once in the block, `BATCH` of them in memory at a time."
     import pyarrow as pa
-    rows, schema = iter(rows), pa.schema({name: getattr(pa, kind)() for name, kind in kinds.items()})
+    schema, failed = pa.schema({name: getattr(pa, kind)() for name, kind in kinds.items()}), []
     def batches():
-        while part := list(islice(rows, BATCH)): yield pa.record_batch(list(zip(*part)), schema)
+        try:
+            for part in batched(rows, BATCH): yield pa.record_batch(list(zip(*part)), schema)
+        except Exception as error: # the engine would wrap it
+            failed.append(error)
+            raise
     db.register(name, pa.RecordBatchReader.from_batches(schema, batches()))
+    try: yield
+    except Exception:
+        if failed: raise failed[0] from None
+        raise
+
+def batched(rows: Iterable, size: int) -> Iterator: # of lists
+    "Rows, `size` at a time."
+    rows = iter(rows)
+    while part := list(islice(rows, size)): yield part
 
 # %% ../../nbs/data/08_deduplication.ipynb #d3ec7d89
 WORD = r"[\p{L}\p{N}_]"
 
 def runs_of(texts: str) -> str: # a query for owner, part and text, which is `plain`; -> for owner, part and runs
     "The query for the runs of texts, as hashes of eight bytes; those of different parts of a row never match."
-    words = f"""regexp_extract_all(regexp_replace(text, '({WORD})\\s*[.,;:!?]+(\\s|$)', '\\1\\2', 'g'),
+    words = f"""regexp_extract_all(regexp_replace(text, '({WORD})\\s*[.,;:!?。、]+(\\s|$)', '\\1\\2', 'g'),
                                    '{WORD}+|[^\\p{{L}}\\p{{N}}_\\s]')"""
     return f"""SELECT owner, part, list_distinct(list_transform(range(1, greatest(2, len(w) - 1)),
                                    lambda k: hash(part, w[k], w[k + 1], w[k + 2]))) AS runs
@@ -186,22 +205,23 @@ def near_texts(texts: list,     # `plain`
               ) -> Iterator:    # of (earlier, later)
     "All pairs of texts that nearly repeat each other."
     with database() as db:
-        feed(db, "source", ((n, 0, text) for n, text in enumerate(texts)), TEXT)
-        once(db, "sets", runs_of("FROM source"))
+        with feed(db, "source", ((n, 0, text) for n, text in enumerate(texts)), TEXT):
+            once(db, "sets", runs_of("FROM source"))
         rarest(db, "rare", "sets", threshold)
         for _, pairs in near_blocks(db, threshold, 1): yield from pairs
 
 # %% ../../nbs/data/08_deduplication.ipynb #7a2f1462
 ROW = dict(row="int64", query="large_string", positive="large_string")
 
-def plain_rows(rows: Iterable) -> Iterator: # rows in the common form; -> tuples as in `ROW`
+def plain_rows(rows: Iterable, without: set) -> Iterator: # rows in the common form; -> tuples as in `ROW`
     "The texts that rows are compared by; several positives count as one text."
-    for number, row in enumerate(rows): yield number, plain(row["query"]), "\n".join(map(plain, row["positives"]))
+    for number, row in enumerate(rows):
+        if number not in without: yield number, plain(row["query"]), "\n".join(map(plain, row["positives"]))
 
-def find_equal(db, rows: Iterable):
+def find_equal(db, rows: Iterable, without: set = frozenset()):
     "Tables: `texts`, and `equal`, of rows that equal an earlier one."
-    feed(db, "source", plain_rows(rows), ROW)
-    once(db, "texts", "SELECT *, md5_number(query || chr(10) || positive) AS key FROM source")
+    with feed(db, "source", plain_rows(rows, without), ROW):
+        once(db, "texts", "SELECT *, md5_number(query || chr(10) || positive) AS key FROM source")
     once(db, "equal", """SELECT row, earlier FROM texts JOIN (SELECT key, min(row) AS earlier FROM texts GROUP BY key
                          HAVING count(*) > 1) USING (key) WHERE row > earlier""")
 
@@ -220,10 +240,10 @@ def find_near(db, threshold: float, step: int = 0):
         gone.clear()
         for earlier, later in pairs:
             if earlier not in gone: gone.setdefault(later, earlier)
-        feed(db, "found", gone.items(), dict(row="int64", earlier="int64"))
-        db.execute("BEGIN; INSERT INTO near FROM found; "
-                   "INSERT INTO leaders FROM block ANTI JOIN near ON block.owner = near.row; "
-                   f"INSERT INTO finished VALUES ({end}); COMMIT")
+        with feed(db, "found", gone.items(), dict(row="int64", earlier="int64")):
+            db.execute("BEGIN; INSERT INTO near FROM found; "
+                       "INSERT INTO leaders FROM block ANTI JOIN near ON block.owner = near.row; "
+                       f"INSERT INTO finished VALUES ({end}); COMMIT")
 
 # %% ../../nbs/data/08_deduplication.ipynb #6a238cb4
 def repeated(db, first: int, end: int) -> dict: # number of the row -> (number of the earlier row, "equal" or "near")
@@ -233,9 +253,9 @@ def repeated(db, first: int, end: int) -> dict: # number of the row -> (number o
         LEFT JOIN near ON near.row = equal.earlier WHERE equal.row >= {first} AND equal.row < {end} ORDER BY 1""")
     return {row: (earlier, kind) for row, earlier, kind in rows}
 
-def find_repeated(db, rows: Iterable, threshold: float):
+def find_repeated(db, rows: Iterable, threshold: float, without: set = frozenset()): # without: numbers of rows
     "The tables that `repeated` reads."
-    find_equal(db, rows)
+    find_equal(db, rows, without)
     if threshold <= 1: find_near(db, threshold)
     else: once(db, "near", "FROM equal LIMIT 0")
 
@@ -275,16 +295,16 @@ class Watch:
         texts = {(test.name, kind, n): text for test in tests for kind in ("queries", "documents")
                  for n, text in getattr(test, kind).items() if text.strip()}
         self.keys = list(texts)
-        feed(db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts.values())), TEXT)
-        db.execute(f"CREATE OR REPLACE TEMP TABLE watched AS {runs_of('FROM source')}")
+        with feed(db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts.values())), TEXT):
+            db.execute(f"CREATE OR REPLACE TEMP TABLE watched AS {runs_of('FROM source')}")
         db.execute("DROP TABLE IF EXISTS rare_watched")
         rarest(db, "rare_watched", "watched", threshold, lone=True)
 
     def __call__(self, texts: list) -> list: # for each text, the (test, kind, id) it contains
         "The test texts that each of some texts contains."
-        feed(self.db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts)), TEXT)
-        self.db.execute(f"""CREATE OR REPLACE TEMP TABLE trained AS {runs_of('FROM source')};
-            CREATE OR REPLACE TEMP TABLE pairs AS SELECT DISTINCT rare_watched.owner AS a, trained.owner AS b
+        with feed(self.db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts)), TEXT):
+            self.db.execute(f"CREATE OR REPLACE TEMP TABLE trained AS {runs_of('FROM source')}")
+        self.db.execute(f"""CREATE OR REPLACE TEMP TABLE pairs AS SELECT DISTINCT rare_watched.owner AS a, trained.owner AS b
             FROM (SELECT owner, unnest(runs) AS run FROM trained) AS trained JOIN rare_watched USING (run)""")
         part = f"CASE WHEN size_a >= {LONG} THEN common/size_a ELSE common/(size_a + size_b - common) END"
         matches, seen = rows_of(self.db, f"""SELECT a, b FROM ({shared("watched", "trained")})
@@ -327,15 +347,15 @@ def cleaned(row: dict, seen: Seen, remove: str): # -> the row, None, or the row 
     return row | dict(negatives=pick(row["negatives"]), negative_scores=pick(row.get("negative_scores")))
 
 # %% ../../nbs/data/08_deduplication.ipynb #a0d740bc
-def contamination(seen: list,  # of (dataset, row number, `Seen`)
+def contamination(seen: dict,  # dataset and row number -> `Seen`
                   tests: list, examples: int = 3) -> dict: # test -> counts and examples
     "The part of each test that training data shows."
     report = {}
     for test in tests:
         shown = lambda row: sorted(key for key in row.row.union(*row.negatives) if key[0] == test.name)
-        rows = [(name, n, keys) for name, n, row in seen for keys in [shown(row)] if keys]
+        rows = [(name, n, keys) for (name, n), row in seen.items() for keys in [shown(row)] if keys]
         known = {key for *_, keys in rows for key in keys}
-        pairs = {key for *_, row in seen for key in row.pairs if key[0] == test.name}
+        pairs = {key for row in seen.values() for key in row.pairs if key[0] == test.name}
         count = lambda kind: sum(key[1] == kind for key in known)
         example = lambda name, n, kind, number: dict(dataset=name, row=n, kind=kind, id=number,
                                                      text=getattr(test, kind)[number][:200])
@@ -346,15 +366,25 @@ def contamination(seen: list,  # of (dataset, row number, `Seen`)
     return report
 
 # %% ../../nbs/data/08_deduplication.ipynb #caea0612
-def kept_rows(name: str, table, first: int, watch: Watch, remove: str, seen: list, facts: Counter) -> Iterator:
-    "The rows of a dataset that stay; `seen` and `facts` receive what was found."
-    rows = iter(table)
+def look_at(tables: dict, watch: Watch, remove: str) -> tuple: # (dataset and row -> `Seen`, numbers of rows that go)
+    "What the rows of all datasets contain of the test sets, where they contain something."
+    seen, gone, first = {}, set(), 0
+    for name, table in tables.items() if watch.keys else ():
+        pairs = ((row, shown) for part in batched(table, BATCH) for row, shown in zip(part, look(part, watch)))
+        for number, (row, shown) in enumerate(pairs):
+            if shown.row or any(shown.negatives): seen[name, number] = shown
+            if cleaned(row, shown, remove) is None: gone.add(first + number)
+        first += len(table)
+    return seen, gone
+
+def kept_rows(name: str, table, first: int, db, remove: str, seen: dict, facts: Counter) -> Iterator:
+    "The rows of a dataset that stay; `facts` receives the reasons of the others."
+    rows, nothing = iter(table), Seen(set(), [], set())
     for start in range(0, len(table), BATCH):
-        part, again = list(islice(rows, BATCH)), repeated(watch.db, first + start, first + start + BATCH)
-        for number, (row, shown) in enumerate(zip(part, look(part, watch)), start):
-            if shown.row or any(shown.negatives): seen.append((name, number, shown))
-            left = cleaned(row, shown, remove)
-            why = again.get(first + number, (0, ""))[1] or ("" if left else "contaminated")
+        again = repeated(db, first + start, first + start + BATCH)
+        for number, row in enumerate(islice(rows, BATCH), start):
+            left = cleaned(row, seen.get((name, number), nothing), remove)
+            why = again.get(first + number, (0, ""))[1] if left else "contaminated"
             if why: facts[why] += 1
             else:
                 facts["negatives_removed"] += len(row["negatives"]) - len(left["negatives"])
@@ -386,21 +416,35 @@ def check_left(data: str, report: dict, tests: list): # report: dataset -> count
 # %% ../../nbs/data/08_deduplication.ipynb #9268742f
 SEARCH = "search.duckdb"
 
-def search(out: str, data: str, columns: dict, threshold: float, memory: str, threads: int): # -> a connection
+@contextmanager
+def within(memory: str):
+    "ValueError where the block needs more than the database may hold."
+    import duckdb
+    try: yield
+    except duckdb.OutOfMemoryException as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"memory={memory} is not enough for the search: {said}; give more, such as 2GB") from None
+
+def forget(path: Path):
+    "Remove a database, and what it has written to disk for want of memory."
+    path.unlink(missing_ok=True)
+    shutil.rmtree(f"{path}.tmp", ignore_errors=True)
+
+def search(out: str, decides: list, memory: str, threads: int): # -> a connection
     "The database of a run: one that was stopped, where data, settings and code are the same, else a new one."
     import duckdb
-    decides = [content_hash(source) for source in find_sources(data).values()]
-    decides += [columns, threshold, duckdb.__version__, __version__, runs_of(""), RARE]
+    decides = [*decides, duckdb.__version__, __version__, runs_of(""), UNSPACED.pattern, RARE]
     key, path = hashlib.sha256(json.dumps(decides).encode()).hexdigest(), Path(out)/SEARCH
     path.parent.mkdir(parents=True, exist_ok=True)
-    there, db = path.exists(), database(path, memory, threads)
-    if there and not has(db, "identity"):
+    if path.is_file() and not path.stat().st_size: forget(path) # a run was killed as it began
+    db = database(path, memory, threads)
+    if not has(db, "identity") and rows_of(db, "SELECT 1 FROM duckdb_tables()"):
         raise ValueError(f"{path} is a database that this command did not make; choose another out, or move it away")
     once(db, "identity", f"SELECT '{key}' AS key")
     if rows_of(db, "FROM identity") == [(key,)]: return db
     db.close()
-    path.unlink()
-    return search(out, data, columns, threshold, memory, threads)
+    forget(path)
+    return search(out, decides, memory, threads)
 
 # %% ../../nbs/data/08_deduplication.ipynb #e347d007
 def dedup_pairs(data: str,              # folder, file or hf:, as training reads it
@@ -423,23 +467,26 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
     check_dedup(out, threshold, remove, format)
     keep_apart(out, data=data, against=[split_off(folder)[0] for folder in against])
     tests = [read_test(folder, all_documents) for folder in against]
+    hashes = [content_hash(source) for source in find_sources(data).values()] # before they are read
     tables = load_pairs(data, columns=columns)
     if len({test.name for test in tests}) < len(tests):
         raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one "
                          "folder, or give its task.json another name")
-    check_target(out, tables, format, ("report.json",))
-    report, seen, first = {}, [], 0
-    with search(out, data, columns, threshold, memory, threads) as db, new_folder(Path(out)/"pairs") as pairs:
-        find_repeated(db, chain.from_iterable(tables.values()), threshold)
-        watch = Watch(db, tests, min(threshold, 1.0))
+    check_target(out, tables, format, ("report.json",), "tests")
+    report, first = {}, 0
+    with within(memory), database("", memory, threads) as db:
+        seen, gone = look_at(tables, Watch(db, tests, min(threshold, 1.0)), remove)
+    decides = [hashes, columns, threshold, sorted(gone)]
+    with within(memory), search(out, decides, memory, threads) as db, new_folder(Path(out)/"pairs") as pairs:
+        find_repeated(db, chain.from_iterable(tables.values()), threshold, gone)
         for name, table in tables.items():
             facts = Counter(rows=len(table))
-            left = kept_rows(name, table, first, watch, remove, seen, facts)
+            left = kept_rows(name, table, first, db, remove, seen, facts)
             facts["written"] = write_pairs(pairs, name, left, format, False, Path(out)/"pairs")["rows"]
             report[name] = {key: facts[key] for key in COUNTED}
             first += len(table)
         check_left(data, report, tests)
         result = dict(datasets=report, tests=contamination(seen, tests))
         write_text(Path(out)/"report.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    (Path(out)/SEARCH).unlink()
+    forget(Path(out)/SEARCH)
     return result

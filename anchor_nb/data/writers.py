@@ -101,27 +101,29 @@ MARK = ".anchor_nb" # a hidden file in a folder that one of these tools has made
 def check_target(out: str,      # folder for `pairs`
                  names,         # of the datasets that will be written
                  format: str = "anchor_nb", # a key of `FORMATS`
-                 beside: tuple = ()): # what else will be written into `out`: report.json, or a folder with a `MARK`
+                 beside: tuple = (), # what else will be written into `out`: report.json, or a folder with a `MARK`
+                 field: str = ""):   # of the tool's report.json
     "ValueError names the files in `out` that no earlier run of the same tool has written."
     out, pairs = Path(out), Path(out)/"pairs"
-    reported = is_report(out/"report.json")
-    recorded = reported or (out/"run.json").is_file()
+    report, reported = out/"report.json", is_report(out/"report.json", field)
+    recorded = reported or (out/"run.json").is_file() and not report.exists()
     there = {path.name for path in pairs.iterdir() if not path.name.startswith(".")} if pairs.is_dir() else set()
     if foreign := sorted(there - {f"{name}{ending(format)}" for name in names}):
         raise ValueError(f"{pairs} holds {', '.join(foreign)}, which this command would not write and training "
                          "would read; choose another out, or move those files away")
     if there and not recorded:
         raise ValueError(f"{pairs} holds {', '.join(sorted(there))}, and neither report.json nor run.json beside it "
-                         "says that a command wrote them; choose another out, or move those files away")
+                         "says that this command wrote them; choose another out, or move those files away")
     ours = lambda name: reported if name == "report.json" else recorded or (out/name/MARK).exists()
     if foreign := [name for name in beside if (out/name).exists() and not ours(name)]:
         raise ValueError(f"{out} holds {' and '.join(foreign)}, which this command would overwrite and no earlier run "
                          "of it wrote; choose another out, or move that away")
 
 # %% ../../nbs/data/03_writers.ipynb #82acabf3
-def is_report(path: Path) -> bool:
-    "Whether mining, filtering or deduplication wrote this file: each reports how many rows it has written."
-    return path.is_file() and '"written":' in path.read_text(encoding="utf-8", errors="replace")
+def is_report(path: Path, field: str) -> bool:
+    "Whether a tool wrote this file: each reports how many rows it has written, and something that only it knows."
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return '"written":' in text and f'"{field}":' in text
 
 # %% ../../nbs/data/03_writers.ipynb #4f36a1ac
 def write_pairs(folder,               # made if need be

@@ -164,7 +164,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     check_ends(minimum, maximum, each, format, out)
     keep_apart(out, data=data)
     tables, sources, report = load_pairs(data, columns=columns), find_sources(data), {}
-    check_target(out, tables, format, ("report.json",))
+    check_target(out, tables, format, ("report.json",), "without_negatives")
     if model: keep_apart(out, model=[model, *chain(find_model(model))])
     recipe, drafts = Mine(data=data, out=out, instructions=instructions), []
     decides = [model, model and model_content(find_model(model)), instructions, content_at(instructions), max_length,

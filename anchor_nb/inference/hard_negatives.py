@@ -16,8 +16,8 @@ from ..core.files import draft_of, keep_apart, new_folder, write_text
 from ..core.progress import announce
 from ..core.recipe import Mine
 from ..core.settings import identity
-from ..data.deduplication import database, feed, once, rows_of
-from ..data.rows import generator, load_pairs
+from ..data.deduplication import database, feed, once, plain
+from ..data.rows import check_unicode, generator, load_pairs
 from ..data.tables import content_hash, file_hash, find_sources
 from ..data.writers import MARK, as_columns, check_target, ending, write_pairs
 from ..data.corpora import training_instructions
@@ -49,10 +49,14 @@ def draw(count: int, rules: Mine, key: tuple) -> list: # of positions, ascending
     return sorted(generator("mine", rules.seed, *key).choice(count, wanted, replace=False).tolist())
 
 class Near(NamedTuple):
-    "The nearest documents of some queries, without each query's known documents."
+    "The nearest documents of some queries, without each query's known documents and other answers."
     scores: torch.Tensor  # [queries, k] descending; minus infinity where there are no more
     numbers: torch.Tensor # [queries, k] of documents
     known: torch.Tensor   # [pairs] scores of the known documents, query by query
+
+def by_row(others: list) -> dict: # (rows, documents), both arrays -> row -> documents
+    "The other answers of each row that has some."
+    return {row: documents for rows, documents in others for row in rows.tolist()}
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #3b782472
 def choose(near: Near,
@@ -78,6 +82,7 @@ def nearest(queries: np.ndarray,  # [queries, hidden] fp32
             k: int,               # how many to keep of each query
             cells: int = 2**25,   # scores in memory at a time; 128 MB
             device: str = "cpu",
+            others: list = (),    # (queries, documents), arrays of numbers, the latter rising: no candidates either
            ) -> Near:
     "The `k` nearest documents of each query by inner product."
     queries, top, first = torch.from_numpy(queries).to(device), Top(len(queries), k, device), 0
@@ -91,40 +96,52 @@ def nearest(queries: np.ndarray,  # [queries, hidden] fp32
             place = rows[inside], documents[inside] - first
             noted[inside] = scores[place]
             scores[place] = -torch.inf
+            for asked, theirs in others:
+                low, high = np.searchsorted(theirs, (first, first + len(block)))
+                scores[torch.from_numpy(asked)[:, None], torch.from_numpy(theirs[low:high] - first)] = -torch.inf
             top.add(scores, first)
             first += len(block)
     return Near(top.scores.cpu(), top.numbers.cpu(), noted.cpu())
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #9c70f13c
-def nearest_in(clusters: Clusters, queries: np.ndarray, known: list, k: int) -> Near: # see `nearest`
+def nearest_in(clusters: Clusters, queries: np.ndarray, known: list, k: int, others: list = (), # see `nearest`
+               cells: int = 2**22) -> Near: # scores in memory at a time
     "The `k` nearest documents of each query in the clusters that are looked at; the scores of known ones are exact."
-    excluded = [np.unique(numbers) for numbers in known]
-    scores, numbers = clusters.search(queries, k + max(map(len, excluded)))
-    for row, theirs in enumerate(excluded): scores[row, np.isin(numbers[row], theirs)] = -np.inf
-    scores[numbers < 0] = -np.inf
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    theirs = by_row(others)
+    excluded = lambda row: np.concatenate([known[row], theirs.get(row, ())]).astype(np.int64)
+    size = np.array([len(known[row]) + len(theirs.get(row, ())) for row in range(len(known))])
+    best = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
+    left = np.argsort(-size, kind="stable") # those with the most answers come first, few of them at a time
+    while len(left):
+        wanted = k + int(size[left[0]])
+        part, left = np.split(left, [max(1, cells//wanted)])
+        scores, numbers = clusters.search(queries[part], wanted)
+        for place, row in enumerate(part.tolist()): scores[place, np.isin(numbers[place], excluded(row))] = -np.inf
+        scores[numbers < 0] = -np.inf
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        for into, values in zip(best, (scores, numbers)): into[part] = np.take_along_axis(values, order, 1)
     vectors = clusters.encoded.rows([number for numbers in known for number in numbers])
     noted = np.einsum("nd,nd->n", np.repeat(queries, [len(numbers) for numbers in known], 0), vectors)
-    pick = lambda values: torch.from_numpy(np.take_along_axis(values, order, 1))
-    return Near(pick(scores), pick(numbers), torch.from_numpy(noted))
+    return Near(*map(torch.from_numpy, best), torch.from_numpy(noted))
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #454ecbc4
 def nearest_by_words(queries: list, # texts
-                     words: Words, known: list, k: int) -> Near:
+                     words: Words, known: list, k: int, others: list = ()) -> Near:
     "The `k` best documents of each query by BM25, without those that share no word."
-    best, noted = [], []
-    for query, numbers in zip(queries, known):
+    best, noted, theirs = [], [], by_row(others)
+    for row, (query, numbers) in enumerate(zip(queries, known)):
         scores = torch.from_numpy(words(query)).float()
         noted += scores[numbers].tolist()
         scores[numbers] = 0
+        scores[theirs.get(row, [])] = 0
         best.append(scores.where(scores > 0, -torch.inf).topk(min(k, len(scores))))
     return Near(torch.stack([top.values for top in best]), torch.stack([top.indices for top in best]),
                 torch.tensor(noted))
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #37736468
 def key_of(text: str) -> bytes:
-    "Equal for texts that differ in case and spacing only."
-    return hashlib.blake2b(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    "Equal for texts that differ in case, spacing and Unicode's form only."
+    return hashlib.blake2b(plain(text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #5e0cd1c0
 def divided(columns: dict) -> tuple: # (those of pairs, those of a corpus)
@@ -133,7 +150,7 @@ def divided(columns: dict) -> tuple: # (those of pairs, those of a corpus)
     return {name: named for name, named in columns.items() if name not in corpus}, corpus
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #b84773fe
-FOUND = ("starts", "known", "ends", "answers") # files beside the texts
+FOUND = ("starts", "known", "ends", "own", "group", "answers", "answer-ends") # files beside the texts
 MINED = ("found", "scores", "decides")         # those that a run that was stopped leaves to the next one
 
 class Pool:
@@ -166,7 +183,7 @@ class Pool:
             return json.loads(file.readline())["text"]
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #e175ee8d
-OWN, OTHERS, KEPT, CORPUS_TEXT = range(4) # what a text is to its row; the corpus has no row
+OWN, KEPT, CORPUS_TEXT = range(3) # what a text is to its row; the corpus has no row
 
 def texts_of(table: Iterable, # rows in the common form
              recipe: Mine) -> Iterator: # of (row, kind, query, text)
@@ -175,37 +192,54 @@ def texts_of(table: Iterable, # rows in the common form
         for text in row["positives"]: yield number, OWN, row["query"], text
         for text in row["negatives"] if recipe.keep_existing else (): yield number, KEPT, row["query"], text
     pieces = survey_all(recipe.corpus, 16384)[2] if recipe.corpus else ()
-    for *_, text in located(pieces, columns=divided(recipe.columns)[1]): yield -1, CORPUS_TEXT, "", text
+    for place, _, text in located(pieces, columns=divided(recipe.columns)[1]):
+        try: check_unicode(text, "text")
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        yield -1, CORPUS_TEXT, "", text
+
+def find_answers(db, tables: dict):
+    "The table `everyone`: the queries and positives of all datasets, where there are several."
+    rows = ((key_of(row["query"]), key_of(text)) for table in tables.values() for row in table
+            for text in row["positives"]) if len(tables) > 1 else ()
+    with feed(db, "source", rows, dict(query="binary", key="binary")):
+        once(db, "everyone", "SELECT DISTINCT * FROM source")
 
 def find_known(db, table: Iterable, recipe: Mine):
-    "Tables: `pool`, the first place of each distinct text, and `known`, the documents of each row."
+    """Tables: `pool`, the first place of each distinct text; `own`, the documents of each row; `answers`, those of each
+    query in the pool; `turns`, a number for each query that has several."""
+    for name in ("given", "pool", "own", "answers", "turns"): db.execute(f"DROP TABLE IF EXISTS {name}")
     rows = ((place, row, kind, key_of(query), key_of(text))
             for place, (row, kind, query, text) in enumerate(texts_of(table, recipe)))
-    feed(db, "source", rows, dict(place="int64", row="int64", kind="int8", query="binary", key="binary"))
-    once(db, "given", "FROM source")
+    with feed(db, "source", rows, dict(place="int64", row="int64", kind="int8", query="binary", key="binary")):
+        once(db, "given", "FROM source")
     once(db, "pool", """SELECT key, min(place) AS first, row_number() OVER (ORDER BY min(place)) - 1 AS number
                         FROM given GROUP BY key""")
     once(db, "own", "SELECT row, kind, place, query, number FROM given JOIN pool USING (key) WHERE row >= 0")
-    once(db, "asked", f"""SELECT row, query, number, min(place) AS place FROM own WHERE kind = {OWN} AND query IN
-        (SELECT query FROM own WHERE kind = {OWN} GROUP BY query HAVING count(DISTINCT row) > 1) GROUP BY ALL""")
-    once(db, "known", f"""SELECT row, kind, place, number FROM own UNION ALL
-        SELECT a.row, {OTHERS}, min(b.place), b.number FROM (SELECT DISTINCT row, query FROM asked) a
-        JOIN asked b USING (query) ANTI JOIN asked c ON c.row = a.row AND c.number = b.number GROUP BY ALL""")
+    once(db, "answers", f"""SELECT query, number FROM own WHERE kind = {OWN} UNION
+        SELECT query, number FROM everyone JOIN pool USING (key) WHERE query IN (SELECT query FROM own)""")
+    once(db, "turns", """SELECT query, row_number() OVER (ORDER BY query) - 1 AS turn FROM answers
+                         GROUP BY query HAVING count(*) > 1""")
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #3b6af6b1
 class Known:
-    "The known documents of each row, on disk: its own positives, other answers to its query, negatives that are kept."
+    "The known documents of each row, on disk: its own positives, negatives that are kept; and the answers to its query."
     def __init__(self, db, pool: Pool):
         def column(name, query):
             path = pool.beside(name)
             with open(path, "wb") as file:
                 for batch in db.sql(query).to_arrow_reader(2**16):
                     file.write(batch.column(0).to_numpy().astype("<i8").tobytes())
-            return np.memmap(path, "<i8", "r")
-        self.numbers = column("known", "SELECT number FROM known ORDER BY row, kind, place")
-        counts = lambda kinds: f"SELECT count(*) FILTER (kind <= {kinds}) FROM known GROUP BY row ORDER BY row"
+            return np.memmap(path, "<i8", "r") if path.stat().st_size else np.empty(0, np.int64)
+        self.numbers = column("known", "SELECT number FROM own ORDER BY row, kind, place")
+        counts = lambda kinds: f"SELECT count(*) FILTER (kind <= {kinds}) FROM own GROUP BY row ORDER BY row"
         self.ends = column("ends", counts(KEPT)).cumsum()
-        self.answers = column("answers", counts(OTHERS))
+        self.own = column("own", counts(OWN))
+        self.turns = column("group", """SELECT coalesce(turn, -1) FROM (SELECT DISTINCT row, query FROM own)
+                                        LEFT JOIN turns USING (query) ORDER BY row""")
+        several = "FROM answers JOIN turns USING (query)"
+        self.answers = column("answers", f"SELECT number {several} ORDER BY turn, number")
+        self.answer_ends = column("answer-ends", f"SELECT count(*) {several} GROUP BY turn ORDER BY turn").cumsum()
 
     def __len__(self): return len(self.ends)
 
@@ -213,20 +247,27 @@ class Known:
 
     def __getitem__(self, row: int) -> list: return self.numbers[self.place(row)].tolist()
 
+    def others(self, rows: np.ndarray) -> list: # of (places in `rows`, documents), arrays, the latter rising
+        "The answers to the queries of some rows, where there are several."
+        turns = self.turns[rows]
+        order = np.argsort(turns, kind="stable")
+        there, starts = np.unique(turns[order], return_index=True)
+        documents = lambda turn: np.array(self.answers[self.answer_ends[turn - 1] if turn else 0:self.answer_ends[turn]])
+        return [(places, documents(turn)) for turn, places in zip(there, np.split(order, starts[1:])) if turn >= 0]
+
 # %% ../../nbs/inference/03_hard_negatives.ipynb #726dbdab
-def pool_texts(table: Iterable, pool: Pool, recipe: Mine) -> Known:
+def pool_texts(db, table: Iterable, pool: Pool, recipe: Mine) -> Known: # db: after `find_answers`
     "Put a dataset's documents and the corpus into the pool."
-    with database() as db:
-        find_known(db, table, recipe)
-        firsts = db.sql("SELECT first FROM pool ORDER BY number").to_arrow_reader(2**16)
-        wanted = (place for batch in firsts for place in batch.column(0).to_pylist())
-        def distinct(place=next(wanted, None)):
-            for n, (*_, text) in enumerate(texts_of(table, recipe)):
-                if n == place:
-                    yield text
-                    place = next(wanted, None)
-        pool.write(distinct())
-        return Known(db, pool)
+    find_known(db, table, recipe)
+    firsts = db.sql("SELECT first FROM pool ORDER BY number").to_arrow_reader(2**16)
+    wanted = (place for batch in firsts for place in batch.column(0).to_pylist())
+    def distinct(place=next(wanted, None)):
+        for n, (*_, text) in enumerate(texts_of(table, recipe)):
+            if n == place:
+                yield text
+                place = next(wanted, None)
+    pool.write(distinct())
+    return Known(db, pool)
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #3fa4a204
 def vectors_of(texts: Path, # a file of texts
@@ -283,10 +324,10 @@ def near_by_model(name: str, table, pool: Pool, known: Known, recipe: Mine,
             part, rows = rows[:len(vectors)], rows[len(vectors):]
             if clusters and not facts: facts["search"] = clusters.tune(vectors[:500], recipe.last_rank)
             if done(part): continue
-            excluded = [known[n] for n in part]
-            if clusters: yield part, nearest_in(clusters, vectors, excluded, recipe.last_rank)
+            excluded, others = [known[n] for n in part], known.others(part)
+            if clusters: yield part, nearest_in(clusters, vectors, excluded, recipe.last_rank, others)
             else: yield part, nearest(vectors, (shard for _, shard in documents), excluded, recipe.last_rank,
-                                      device="cuda" if usable_gpus() else "cpu")
+                                      device="cuda" if usable_gpus() else "cpu", others=others)
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #4ca59ebb
 def near_by_words(name: str, table, pool: Pool, known: Known, recipe: Mine, facts: dict, done,
@@ -296,7 +337,8 @@ def near_by_words(name: str, table, pool: Pool, known: Known, recipe: Mine, fact
     for start in range(0, len(table), batch):
         part = np.arange(start, min(start + batch, len(table)))
         if done(part): continue
-        yield part, nearest_by_words(table.select(part)["query"], words, [known[n] for n in part], recipe.last_rank)
+        yield part, nearest_by_words(table.select(part)["query"], words, [known[n] for n in part],
+                                     recipe.last_rank, known.others(part))
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #bf3de67e
 def record(negatives: int) -> np.dtype:
@@ -324,7 +366,7 @@ class Mined:
     def add(self, rows: np.ndarray, near: Near, name: str, recipe: Mine):
         "Choose the negatives of some rows."
         scores = near.known.split([len(self.known[n]) for n in rows])
-        lowest = torch.stack([values[:self.known.answers[n]].min() for n, values in zip(rows, scores)])
+        lowest = torch.stack([values[:self.known.own[n]].min() for n, values in zip(rows, scores)])
         limit, records = ceiling(lowest, recipe), np.zeros(len(rows), self.rows.dtype)
         chosen = choose(near, limit, recipe, [(name, int(n)) for n in rows])
         for row, (numbers, theirs) in zip(records, chosen):
@@ -337,12 +379,13 @@ class Mined:
         self.rows["done"][rows] = 1 # last: a row counts when it is complete
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #50b13957
-def mine_dataset(name: str, table, pool: Pool, recipe: Mine) -> tuple: # (`Mined`, facts for the report)
+def mine_dataset(db, name: str, table, pool: Pool, recipe: Mine,
+                 sources: dict) -> tuple: # sources: of all datasets, see `check_pairs`; -> (`Mined`, facts to report)
     "Find the negatives of every row."
-    known, source = pool_texts(table, pool, recipe), find_sources(recipe.data)[name]
+    known = pool_texts(db, table, pool, recipe)
     model = "" if recipe.model == "bm25" else planned(recipe.model, recipe.pooling, recipe.max_length)[0]
-    decides = [content_hash(source), file_hash(pool.path), identity(recipe), model, content_at(recipe.instructions),
-               Encoding(out="-").precision, __version__, engine_of("mine")]
+    decides = [name, sources, file_hash(pool.path), identity(recipe), model, content_at(recipe.instructions),
+               Encoding(out="-").precision, __version__, engine_of("mine"), FOUND]
     mined, more = Mined(pool, known, recipe.negatives, decides), {}
     search = near_by_words if recipe.model == "bm25" else near_by_model
     for rows, near in search(name, table, pool, known, recipe, more, mined.done): mined.add(rows, near, name, recipe)
@@ -418,22 +461,25 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
     model = [] if recipe.model == "bm25" else [recipe.model, *chain(find_model(recipe.model))]
     for target in filter(None, (recipe.out, recipe.vectors)):
         keep_apart(target, data=recipe.data, corpus=recipe.corpus, model=model)
-    tables, sources = load_pairs(recipe.data, columns=divided(recipe.columns)[0]), find_sources(recipe.data)
-    check_target(recipe.out, tables, recipe.format, ("report.json", "texts"))
+    sources = find_sources(recipe.data)
+    hashes = {name: content_hash(source) for name, source in sources.items()} # before they are read
+    tables = load_pairs(recipe.data, columns=divided(recipe.columns)[0])
+    check_target(recipe.out, tables, recipe.format, ("report.json", "texts"), "other_above_positive")
     if recipe.corpus: corpus_sources(recipe.corpus)
     if recipe.format == "columns":
         for name, table in tables.items(): check_columns(table, sources[name])
-    return tables, {name: dict(sha256=content_hash(source), rows=len(tables[name])) for name, source in sources.items()}
+    return tables, {name: dict(sha256=hashes[name], rows=len(table)) for name, table in tables.items()}
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #b62c25c6
 def mine(recipe: Mine) -> dict: # dataset -> its report
     "Mine every dataset: new pairs in `pairs`, the report in `report.json`."
-    tables, _ = check_pairs(recipe)
+    tables, sources = check_pairs(recipe)
     out, report = Path(recipe.out), {}
-    with new_folder(out/"pairs") as pairs:
+    with new_folder(out/"pairs") as pairs, database() as db:
+        find_answers(db, tables)
         for name, table in tables.items():
             pool = Pool(out/"texts"/f"{name}-documents.jsonl")
-            mined, more = mine_dataset(name, table, pool, recipe)
+            mined, more = mine_dataset(db, name, table, pool, recipe, sources)
             check_left(name, mined.rows["count"], recipe)
             rows = mined_rows(name, table, pool, mined, recipe)
             written = write_pairs(pairs, name, rows, recipe.format, place=out/"pairs")

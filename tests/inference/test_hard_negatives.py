@@ -1,5 +1,6 @@
 """Mining on many small cases, beside the slow rule and sentence-transformers' own miner, and as a stage."""
 import json
+import unicodedata
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from anchor_nb.inference import hard_negatives as mining, search
+from anchor_nb.data.deduplication import database
 from anchor_nb.data.rows import parsed
 from anchor_nb.data.tables import find_sources
-from anchor_nb.inference.hard_negatives import Pool, ceiling, choose, draw, key_of, mine, nearest, pool_texts
+from anchor_nb.inference.hard_negatives import (Pool, by_row, ceiling, choose, draw, find_answers, key_of, mine, nearest,
+                                              pool_texts)
 from anchor_nb.core.recipe import Mine
 from anchor_nb.experiments.stages import run_stage
 from anchor_nb.data.writers import write_pairs
@@ -151,13 +154,15 @@ def test_nothing_that_answers_a_query_becomes_its_negative(tmp_path_factory, par
     table = [row(f"{'Query' if k % 2 else 'query'} {q}", *[spelt(n, k) for n in own],
                  negatives=[spelt(n, k) for n in negatives]) for k, (q, own, negatives) in enumerate(parts)]
     pool = Pool(tmp_path_factory.mktemp("pool")/"p.jsonl")
-    known = pool_texts(table, pool, rules(keep_existing=keep))
-    answers = {}
+    with database() as db:
+        find_answers(db, dict(table=table))
+        known = pool_texts(db, table, pool, rules(keep_existing=keep))
+    answers, others = {}, by_row(known.others(np.arange(len(parts))))
     for q, own, _ in parts: answers.setdefault(q, set()).update(own)
-    for (q, own, negatives), numbers, count in zip(parts, known, known.answers):
-        keys = [key_of(pool[number]) for number in numbers]
-        assert keys[:len(own)] == [key_of(text(n)) for n in own]
-        assert set(keys[:count]) == {key_of(text(n)) for n in answers[q]}
+    for k, ((q, own, negatives), numbers) in enumerate(zip(parts, known)):
+        keys, count = [key_of(pool[number]) for number in numbers], known.own[k]
+        assert keys[:count] == [key_of(text(n)) for n in own]
+        assert {*keys[:count], *(key_of(pool[n]) for n in others.get(k, ()))} == {key_of(text(n)) for n in answers[q]}
         assert keys[count:] == ([key_of(text(n)) for n in negatives] if keep else [])
     assert len({key_of(pool[n]) for n in range(len(pool))}) == len(pool)
 
@@ -253,6 +258,40 @@ def test_a_killed_run_is_resumed_over_its_own_texts(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError): mine(settings)
     assert (tmp_path/"out/texts/t-documents.jsonl").is_file() and not (tmp_path/"out/report.json").exists()
     assert mine(settings)["t"]["written"] == mine(settings)["t"]["written"] == 4
+
+
+@pytest.mark.parametrize("how", [dict(model="bm25"), dict(model="tiny"), dict(model="tiny", search="approximate")])
+def test_answers_of_other_rows_and_datasets_are_no_negatives_however_they_are_spelt(tmp_path, how):
+    answers = [f"le café préféré numéro {n} est près de l'élysée" for n in range(80)]
+    asked = ["où est le café", unicodedata.normalize("NFD", "Où est le  café")]
+    (tmp_path/"data").mkdir()
+    write(tmp_path/"data/a.jsonl", *(dict(query=asked[n % 2], positive=text) for n, text in enumerate(answers[:70])),
+          dict(query="une autre question", positive=unicodedata.normalize("NFD", answers[0])))
+    write(tmp_path/"data/b.jsonl", *(dict(query=asked[0], positive=text) for text in answers[70:]))
+    others = [f"le café numéro {n} est loin" for n in range(30)]
+    corpus = write(tmp_path/"c.jsonl", *(dict(_id=str(n), text=text) for n, text in enumerate(answers + others)))
+    mine(rules(data=str(tmp_path/"data"), out=str(tmp_path/"out"), corpus=corpus, percentage=0, instructions="none",
+               max_length=32, **how))
+    for name, count in (("a", 70), ("b", 10)):
+        found = [json.loads(line) for line in (tmp_path/f"out/pairs/{name}.jsonl").read_text().splitlines()][:count]
+        assert all(len(each["negatives"]) == 3 and set(each["negatives"]) <= set(others) for each in found)
+
+
+def test_the_limit_is_of_the_row_itself(tmp_path):
+    data = write(tmp_path/"p.jsonl", dict(query="capital of france", positive="paris is the capital of france"),
+                 dict(query="capital of france", positive="the answer lies elsewhere"),
+                 *(dict(query=f"filler {n}", positive=f"words {n} of no use") for n in range(6)))
+    corpus = write(tmp_path/"c.jsonl", *(dict(_id=str(n), text=f"town {n} of france is old") for n in range(3)))
+    mine(rules(data=data, corpus=corpus, out=str(tmp_path/"out"), model="bm25", instructions="none"))
+    first, second = [json.loads(line)["negatives"] for line in (tmp_path/"out/pairs/p.jsonl").read_text().splitlines()][:2]
+    assert len(first) == 3 and not second
+
+
+def test_half_a_character_in_a_corpus_is_named(tmp_path):
+    data = write(tmp_path/"p.jsonl", dict(query="a", positive="b"))
+    (tmp_path/"c.jsonl").write_text('{"_id": "1", "text": "fine"}\n{"_id": "2", "text": "a\\ud800"}\n')
+    with pytest.raises(ValueError, match="c.jsonl, line 2: field 'text' has half a character"):
+        mine(rules(data=data, corpus=str(tmp_path/"c.jsonl"), out=str(tmp_path/"out"), model="bm25"))
 
 
 @pytest.mark.parametrize("model", ["bm25", "tiny"])
