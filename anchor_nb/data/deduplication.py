@@ -95,7 +95,8 @@ def feed(db, name: str, rows: Iterable, kinds: dict): # rows: tuples; kinds: col
     db.register(name, pa.RecordBatchReader.from_batches(schema, batches()))
     try: yield
     except Exception:
-        if failed: raise failed[0] from None
+        if failed:
+            raise failed[0] from None
         raise
 
 def batched(rows: Iterable, size: int) -> Iterator: # of lists
@@ -304,7 +305,8 @@ class Watch:
         "The test texts that each of some texts contains."
         with feed(self.db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts)), TEXT):
             self.db.execute(f"CREATE OR REPLACE TEMP TABLE trained AS {runs_of('FROM source')}")
-        self.db.execute(f"""CREATE OR REPLACE TEMP TABLE pairs AS SELECT DISTINCT rare_watched.owner AS a, trained.owner AS b
+        self.db.execute("""CREATE OR REPLACE TEMP TABLE pairs AS
+            SELECT DISTINCT rare_watched.owner AS a, trained.owner AS b
             FROM (SELECT owner, unnest(runs) AS run FROM trained) AS trained JOIN rare_watched USING (run)""")
         part = f"CASE WHEN size_a >= {LONG} THEN common/size_a ELSE common/(size_a + size_b - common) END"
         matches, seen = rows_of(self.db, f"""SELECT a, b FROM ({shared("watched", "trained")})
@@ -422,8 +424,8 @@ def within(memory: str):
     import duckdb
     try: yield
     except duckdb.OutOfMemoryException as error:
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"memory={memory} is not enough for the search: {said}; give more, such as 2GB") from None
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"memory={memory} is not enough for the search: {why}; give more, such as 2GB") from None
 
 def forget(path: Path):
     "Remove a database, and what it has written to disk for want of memory."

@@ -223,7 +223,7 @@ def find_known(db, table: Iterable, recipe: Mine):
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #3b6af6b1
 class Known:
-    "The known documents of each row, on disk: its own positives, negatives that are kept; and the answers to its query."
+    "On disk: the known documents of each row, positives and negatives that are kept, and the answers to its query."
     def __init__(self, db, pool: Pool):
         def column(name, query):
             path = pool.beside(name)
@@ -252,7 +252,8 @@ class Known:
         turns = self.turns[rows]
         order = np.argsort(turns, kind="stable")
         there, starts = np.unique(turns[order], return_index=True)
-        documents = lambda turn: np.array(self.answers[self.answer_ends[turn - 1] if turn else 0:self.answer_ends[turn]])
+        begins = lambda turn: self.answer_ends[turn - 1] if turn else 0
+        documents = lambda turn: np.array(self.answers[begins(turn):self.answer_ends[turn]])
         return [(places, documents(turn)) for turn, places in zip(there, np.split(order, starts[1:])) if turn >= 0]
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #726dbdab

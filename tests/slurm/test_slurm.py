@@ -76,8 +76,8 @@ def test_a_cancelled_job_has_its_checkpoint_and_can_be_submitted_again(tmp_path)
 
 TOOLS = dict(dedup=("pairs", "dedup {rows} --out {out} --threads 2"),
              mine=("pairs", "mine {rows} --out {out} --model bm25 --instructions none"),
-             encode=("shard-000001.safetensors", "encode {rows} --out {out} --model tiny --gpus 2 --columns '{{text: positive}}' "
-                                        "-p shard_rows=512"))
+             encode=("shard-000001.safetensors", "encode {rows} --out {out} --model tiny --gpus 2 "
+                                                     "--columns '{{text: positive}}' -p shard_rows=512"))
 
 
 @pytest.mark.parametrize("tool", TOOLS)
