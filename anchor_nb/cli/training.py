@@ -97,8 +97,9 @@ for stage in dict.fromkeys([*RECIPES, *stages()]):
 Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
 
 def kept_weight(result: dict) -> float: # of `adapt`
-    "The weight of BM25 beside MiniLM, where that is what one should keep."
-    if result["verdict"]["against"] == "minilm": return 0.0
+    "The weight of BM25 beside MiniLM in what one should keep."
+    alone = dict(minilm=0.0, bm25=1.0)
+    if (best := result["verdict"]["against"]) in alone: return alone[best]
     return result["systems"]["minilm + BM25"]["weight"]
 
 def told(place: str, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
@@ -106,7 +107,7 @@ def told(place: str, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`
     result = read_json(Path(place)/"adapt.json")
     if quiet:
         typer.echo("\n".join([result["verdict"]["sentence"], *result["advice"], f"the page: {place}/verdict.html"]))
-    models, passages = [result["model"]]*bool(result["model"]) + ["minilm"], f"{place}/steps/read/passages.jsonl"
+    models, passages = [result["model"]]*bool(result["model"]) + ["minilm"], f"{place}/passages.jsonl"
     bm25 = None if result["model"] else kept_weight(result)
     if search:
         from anchor_nb.release.serving import serve

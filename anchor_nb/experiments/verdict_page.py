@@ -69,8 +69,8 @@ def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, ad
     asked = "made from the documents" if facts["made"] else "from your pairs"
     body = f"""<h1>{html.escape(facts['title'])}</h1>
 <p class="verdict {'yes' if verdict['better'] else 'no'}">{html.escape(verdict['sentence'])}</p>
-<p>{verdict['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. Training has seen neither
-these queries nor their documents, nor near-duplicates of either.</p>
+<p>{verdict['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. None of
+these queries, of the documents that answer them, or of their near-duplicates was a query or an answer in training.</p>
 <h2>All systems</h2><table><tr><th>system</th><th class=n>nDCG@10</th><th class=n>95 % interval</th>
 <th class=n>size</th><th class=n>minutes</th><th></th></tr>{score_rows(facts)}</table>
 <p class=why>Minutes: of training, on this machine. “+ BM25”: both scores added.</p>

@@ -6,12 +6,13 @@
 __all__ = ['adapt', 'outlook']
 
 # %% ../../nbs/release/09_adapt.ipynb #3b899834
-import hashlib, json, math, random, shutil, sys, tempfile, time
+import hashlib, itertools, json, math, os, random, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Iterator
 from .. import __version__
 from ..core.files import damage, keep_apart, new_folder, seal
 from ..core.progress import announce, without_bars
@@ -28,7 +29,7 @@ from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
 from ..inference.search import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
-from ..models.loading import kind_of, small_files
+from ..models.loading import kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
 from .card import export_with_card
 from ..runs.identity import engine_of, files_content, model_content
@@ -38,7 +39,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 11 # raised when a step comes to make something else of the same inputs
+MADE = 12 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -57,6 +58,7 @@ class Steps:
                 self.seconds[name] = known["seconds"]
                 return known["facts"]
         announce(f"adapt: {name}")
+        shutil.rmtree(self.out/"search", ignore_errors=True) # an index of what was there before
         began = time.perf_counter()
         with new_folder(folder) as part:
             facts = json.loads(json.dumps(make(part)))
@@ -295,8 +297,8 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Pat
     facts = trials[best_seed(trials, dev, precision, known)]
     took = {name: round(sum(trial[name] for trial in trials.values()), 1) for name in ("seconds", "cpu_seconds")}
     facts |= took | dict(seeds=list(trials), precision=precision)
-    return facts | (best_snapshot(facts["run"], dev, precision, known)
-                    if steps > len(rows)//BATCH else {})
+    if steps > len(rows)//BATCH: facts |= best_snapshot(facts["run"], dev, precision, known)
+    return facts | dict(model=os.path.relpath(facts["model"], recipe.out)) # OUT may be moved
 
 def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: # tuned: facts of all pairs
     "The tuned encoder's score on the development split, by number of pairs."
@@ -312,6 +314,13 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
 def passages_in(steps: Steps) -> list:
     "The passages that `read` has cut."
     return [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
+
+def searched_passages(passages: list, titled: bool) -> Iterator: # of rows
+    "Passages as the exam searches them, each named after its document."
+    seen = Counter()
+    for passage in passages:
+        seen[passage.document] += 1
+        yield dict(_id=f"{passage.document}, passage {seen[passage.document]}", text=shown(passage, titled))
 
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, exam and negatives."
@@ -360,6 +369,10 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval,
                              asked=asked, minutes=recipe.minutes, **how)
             make = lambda part: decoder_step(recipe, base, rows, dev, Path(recipe.out)/"runs", size, known)
             facts = steps.run(name, make, ("mine",), size=size, **how)
+            if "model" in facts and not (Path(recipe.out)/facts["model"]).exists(): # it lies outside of the step
+                shutil.rmtree(steps.folder(name))
+                facts = steps.run(name, make, ("mine",), size=size, **how)
+            if "model" in facts: facts |= dict(model=str(Path(recipe.out)/facts["model"]))
             candidates[label] = facts | dict(base=base, library="anchor_nb")
     return candidates
 
@@ -392,7 +405,8 @@ def choose_step(candidates: dict, dev: Retrieval,
                if label in HAVE or label in candidates}
     sheet = sit_exam(dev, systems, known=known)
     scores = {label: system["score"] for label, system in sheet.items() if label not in HAVE}
-    gains = {label: verdict(sheet, label, HAVE)["low"] for label in scores}
+    same = lambda label: sheet[label]["values"] in [sheet[have]["values"] for have in HAVE if have in sheet]
+    gains = {label: verdict(sheet, label, HAVE)["low"] for label in [*itertools.filterfalse(same, scores)] or scores}
     weights = {label.removesuffix(" + BM25"): system["weight"] for label, system in sheet.items() if "weight" in system}
     return dict(scores=scores, gains=gains, weights=weights, chosen=max(gains, key=gains.get))
 
@@ -424,6 +438,8 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
                  f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
     for label, facts in candidates.items():
+        if facts.get("share") == 0:
+            lines.append(f"{label} is as it was before: on the development split training made it no better.")
         if 0 < (share := facts.get("share", 0)) < 1:
             lines.append(f"{label} has {100*share:.0f} % of the weights after training and {100 - 100*share:.0f} % of "
                          "those before: on the development split this average was ahead of both.")
@@ -479,13 +495,14 @@ CARD = """
 Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}. {notes}
 """
 TOGETHER = """
-Search with it together with BM25, whose weight is {weight:g}. `anchor-nb search` and `serve` do so by themselves; in
-Python: `Index(AnchorEmbedder.from_pretrained(FOLDER), texts).search(query, bm25={weight:g})`.
+Search with it together with BM25, whose weight is {weight:g}, in `passages.jsonl` beside this folder, which has the
+texts as the exam searched them. `anchor-nb search` and `serve` do so by themselves; in Python:
+`anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`.
 """
 
 def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list, chosen: str) -> dict:
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
-    exported = export_with_card(model, str(part/"model"), name=Path(recipe.out).name)
+    exported = export_with_card(model, str(part/"model"), name=(Path(recipe.out)/"model").as_posix())
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
     text = CARD.format(sentence=result["verdict"]["sentence"], own=100*result["systems"][label]["score"],
                        notes=" ".join(notes), queries=result["verdict"]["queries"],
@@ -511,6 +528,23 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
 
+# %% ../../nbs/release/09_adapt.ipynb #check-out
+def check_out(out: Path):
+    "ValueError where steps or a model that no adaptation made would be replaced."
+    steps = [folder for folder in (out/"steps").glob("*") if not folder.name.startswith(".")]
+    if foreign := [str(folder) for folder in steps if not (folder/"step.json").is_file()]:
+        raise ValueError(f"{', '.join(sorted(foreign))}: no step of an adaptation, and could be replaced by one; choose "
+                         "another out, or move that away")
+    if (out/"model").exists() and not steps:
+        raise ValueError(f"{out} holds a model of another run, which a verdict could replace; choose another out")
+
+def check_base(base: str):
+    "ValueError or FileNotFoundError for a model that is not there, or could not be exported after it was trained."
+    from transformers import AutoTokenizer
+    folder = small_files(find_model(base))
+    if Path(folder, "modules.json").is_file():
+        read_sentence_transformers(folder, AutoTokenizer.from_pretrained(folder))
+
 # %% ../../nbs/release/09_adapt.ipynb #d44885fc
 def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, model, page, seconds
     """Train an embedder on documents and say whether it is better there than what one has.
@@ -530,9 +564,8 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     recipe = at_home(recipe)
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs)
     out = Path(recipe.out)
-    if (out/"model").exists() and not (out/"steps").exists():
-        raise ValueError(f"{out} holds a model of another run, which a verdict could replace; choose another out")
-    for base in bases_of(recipe)[0]: find_model(base)
+    check_out(out)
+    for base in bases_of(recipe)[0]: check_base(base)
     steps = Steps(recipe.out)
     facts = prepared(recipe, steps)
     rows = with_negatives([row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table],
@@ -551,6 +584,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     listed = ", ".join(f"{weight:g} beside {label}" for label, weight in weights.items())
     notes.append(f"The development split chose the weight of BM25: {listed}.")
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
+    write_lines(out/"passages.jsonl", searched_passages(passages_in(steps), bool(recipe.pairs)))
     grown = {int(size): score for size, score in curve.items()}
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
@@ -571,6 +605,7 @@ def encoder_seconds(texts: list) -> float: # a pair
     return 2*3*(time.perf_counter() - began)/len(few) # a positive and a negative; forward and twice that backward
 
 MINER_SIZE = 10.6e6 # weights of MiniLM that every token uses
+ACTIVE = 1e6        # bytes of a token while MiniLM trains, of 3 texts for each of 32 pairs; from two runs on a CPU
 
 def outlook_row(step: str, what: str, minutes: float = 0.0, memory: float = 0.0) -> str: # memory: bytes
     "A line of the plan."
@@ -600,10 +635,11 @@ def outlook(recipe: Adapt) -> list: # of lines
                 split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
     lines += [outlook_row(step, what) for step, what in most.items()]
     lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
+    tokens = fmean(min(256, 1.4*len(passage.text.split())) for passage in passages)
     searched = minutes/6*min(len(passages), recipe.exam_documents or len(passages)) # by MiniLM, of one part
     lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
                              minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched,
-                             16*23e6))
+                             16*23e6 + ACTIVE*3*32*tokens))
     systems = 2.0 # passes over the passages, in units of MiniLM: as it is and tuned
     for base in bases_of(recipe)[0]:
         if base == MINER: continue

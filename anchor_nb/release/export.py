@@ -6,7 +6,7 @@
 __all__ = ['export', 'check']
 
 # %% ../../nbs/release/00_export.ipynb #e5a38aa8
-import json
+import json, shutil
 from dataclasses import replace
 from pathlib import Path
 import numpy as np
@@ -16,6 +16,7 @@ from ..core.files import keep_apart, new_folder, saving, write_text
 from ..core.progress import without_bars
 from ..data.corpora import training_instructions
 from ..data.prompts import Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout
+from ..inference.search import SEARCH
 from ..models.attention import is_causal
 from ..models.backbone import has_head, trunk_of
 from ..models.embedder import AnchorEmbedder
@@ -291,6 +292,7 @@ def export(model: str,               # run folder, model folder, adapter folder,
         if adapter: write_adapter(folder, part, base, embedder.lm.base_model_prefix + ".")
         else: write_weights(embedder, part, dtype or stored, head, facts.get("recipe", {}).get("matryoshka_dims", []))
         write_folder(embedder, part, named, written, base)
+        if Path(folder, SEARCH).is_file(): shutil.copy(Path(folder, SEARCH), part) # the weight of BM25 beside it
     return dict(out=str(out), bytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
                 dtype=dtype or stored, dimension=embedder.lm.config.hidden_size, max_length=layout.max_length,
                 pooling=embedder.pooling, prompts=written, readers=readers(out))

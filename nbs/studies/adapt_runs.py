@@ -206,6 +206,7 @@ def averages():
     """MiniLM as it is, tuned and averaged, alone and with BM25, in the exams of draws 1 to 3.
 
     The development split chooses share and weight. What was saved is an average; the tuned weights follow from it.
+    Rows that are there already stay.
     """
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
@@ -213,9 +214,12 @@ def averages():
     from anchor_nb.training.encoders import SHARES, mix, opened, weights_of
     gain = lambda sheet, label, other: {name: round(value, 2) for name, value in verdict(sheet, label, [other]).items()
                                         if name in ("difference", "low", "high")}
-    rows = []
+    kept = Path("nbs/results/adapt/averages_fresh.jsonl")
+    rows = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()] if kept.is_file() else []
     for path in sorted(Path("runs/adapt").glob("*-?/adapted-own-*/steps")):
         models, (name, draw) = {"0": "minilm"}, path.parts[2].split("-")
+        there = any((row["target"], row["draw"]) == (name, int(draw)) for row in rows)
+        if there or not (path/"exam/step.json").is_file(): continue # or not finished
         encoder, saved = opened("minilm", 256), weights_of(opened(str(path/"train-minilm/model"), 256))
         before = weights_of(encoder)
         mix(encoder, before, saved, 1/json.loads((path/"train-minilm/step.json").read_text())["facts"]["share"])
@@ -238,7 +242,7 @@ def averages():
                             on_tuned=gain(exam, chosen, f"1{words}"))
         rows.append(row | dict(code=code_version()))
         print(rows[-1], flush=True)
-    write(Path("nbs/results/adapt/averages_fresh.jsonl"), rows)
+        write(kept, sorted(rows, key=lambda row: (row["target"], row["draw"])))
 
 
 def seeds(name, precision, *numbers):

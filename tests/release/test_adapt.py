@@ -122,7 +122,7 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
     done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out"), "--quiet"])
     assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve minilm " in done.output
-    assert done.output.rstrip().endswith("passages.jsonl --bm25 0.3"), "with what one should keep"
+    assert done.output.rstrip().endswith("passages.jsonl --bm25 1"), "with what one should keep"
 
 
 def test_the_exam_shares_no_document_with_training(tmp_path, quick):
@@ -134,6 +134,39 @@ def test_the_exam_shares_no_document_with_training(tmp_path, quick):
         part = read_retrieval(place/name)
         for judged in part.qrels.values(): assert not any(part.corpus[document] in trained for document in judged)
         assert len(part.corpus) == 160
+
+
+def test_what_is_searched_is_what_the_exam_scored(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", name="house{n}.md")
+    for path in (tmp_path/"docs").iterdir():
+        path.with_suffix(".md").write_text(f"# Street\n\n## Heading of {path.stem}\n\n{path.read_text()}\n")
+        path.unlink()
+    adapt(recipe(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path/"out/passages.jsonl").read_text().splitlines()]
+    exam = read_retrieval(tmp_path/"out/steps/split/exam")
+    assert sorted(row["text"] for row in rows) == sorted(exam.corpus.values()) and len(rows) == 160
+    assert "Heading of house7\n" in dict((row["_id"], row["text"]) for row in rows)["house7.md, passage 1"]
+
+
+def test_a_folder_that_is_no_step_and_an_index_of_before(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    (tmp_path/"other/steps/read").mkdir(parents=True)
+    with pytest.raises(ValueError, match="steps/read: no step of an adaptation"):
+        adapt(recipe(tmp_path, out=str(tmp_path/"other")))
+    adapt(recipe(tmp_path))
+    (tmp_path/"out/search").mkdir()
+    adapt(recipe(tmp_path))
+    assert (tmp_path/"out/search").exists()
+    adapt(recipe(tmp_path, epochs=1))
+    assert not (tmp_path/"out/search").exists()
+
+
+def test_a_candidate_that_training_did_not_change_is_not_preferred_to_one_that_may_be_better(monkeypatch):
+    values = dict(bm25=[0.1]*40, minilm=[0.5]*40, a=[0.5]*40, b=[0.3, 0.9]*20)
+    sheet = {label: dict(values=dict(enumerate(of)), score=sum(of)/40) for label, of in values.items()}
+    monkeypatch.setattr(module, "sit_exam", lambda *_, **__: sheet)
+    monkeypatch.setattr(module, "systems_of", lambda candidates: sheet)
+    assert module.choose_step(dict(a={}, b={}), None, {})["chosen"] == "b"
 
 
 def test_what_is_delivered_is_the_surer_gain(monkeypatch):
@@ -226,7 +259,7 @@ def test_the_better_of_two_seeds_is_taken_where_there_is_time_for_two(minutes, s
     monkeypatch.setattr(module, "best_snapshot", lambda run, *_: dict(model=run, snapshots={}))
     monkeypatch.setattr(module, "train_decoder", lambda base, rows, steps, out, seed: dict(
         model=f"m{seed}", run=f"run-{seed}", seconds=1, cpu_seconds=2))
-    asked = Adapt(documents="x", minutes=minutes, epochs=3, seed=5)
+    asked = Adapt(documents="x", out=".", minutes=minutes, epochs=3, seed=5)
     size = module.size_step(asked, "tiny", [{}]*200, True)
     facts = module.decoder_step(asked, "tiny", [{}]*200, None, tmp_path, size, {})
     assert (facts["model"], facts["seeds"]) == (f"run-{seeds[-1]}", seeds)
