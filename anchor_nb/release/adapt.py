@@ -533,8 +533,8 @@ def check_out(out: Path):
     "ValueError where steps or a model that no adaptation made would be replaced."
     steps = [folder for folder in (out/"steps").glob("*") if not folder.name.startswith(".")]
     if foreign := [str(folder) for folder in steps if not (folder/"step.json").is_file()]:
-        raise ValueError(f"{', '.join(sorted(foreign))}: no step of an adaptation, and could be replaced by one; choose "
-                         "another out, or move that away")
+        raise ValueError(f"{', '.join(sorted(foreign))}: no step of an adaptation, and could be replaced by one; "
+                         "choose another out, or move that away")
     if (out/"model").exists() and not steps:
         raise ValueError(f"{out} holds a model of another run, which a verdict could replace; choose another out")
 
