@@ -165,7 +165,7 @@ def advice(curve: dict,    # number of pairs -> nDCG@10 in [0, 1]
                      f"{grown}. A larger base, or other queries, may.")
     if hits["needed"]:
         lines.append(f"The exam has {hits['queries']} queries and would need about {hits['needed']:,} to tell such a "
-                     "difference: raise exam_queries, or collect more pairs.")
+                     "difference: collect more pairs; it takes a fourth of them, and exam_queries at most.")
     if made:
         lines.append("The queries were made from the documents. They are not what people will ask: some hundred real "
                      "questions with their answers, as --pairs, are worth more than thousands of these.")

@@ -20,6 +20,7 @@ from ..core.recipe import Adapt, Mine, Stage2
 from ..data.documents import Passage, first_sentence, not_english, passages_of, read_documents, readers
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
+from ..data.shards import is_address
 from ..data.splitting import divide, write_exam
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints
@@ -164,6 +165,9 @@ def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most
 def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
     "Queries of the exam and of the development split; ValueError where the exam could tell nothing."
     exam, dev = min(recipe.exam_queries, total//4), min(recipe.dev_queries, total//8)
+    if recipe.exam_queries < FEWEST["exam"]:
+        raise ValueError(f"exam_queries={recipe.exam_queries} are too few to tell anything; ask for {FEWEST['exam']} or "
+                         "more")
     if exam < FEWEST["exam"]:
         raise ValueError(f"{total} queries leave an exam of {exam}, too small to tell anything: a difference of 10 "
                          f"points takes about {queries_needed(0.1)} queries, 5 points {queries_needed(0.05)}; the "
@@ -565,6 +569,8 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs)
     out = Path(recipe.out)
     check_out(out)
+    if recipe.pairs and not Path(recipe.pairs).exists() and not is_address(recipe.pairs) and ":" not in recipe.pairs:
+        raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")
     for base in bases_of(recipe)[0]: check_base(base)
     steps = Steps(recipe.out)
     facts = prepared(recipe, steps)

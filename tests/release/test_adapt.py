@@ -148,6 +148,13 @@ def test_what_is_searched_is_what_the_exam_scored(tmp_path, quick):
     assert "Heading of house7\n" in dict((row["_id"], row["text"]) for row in rows)["house7.md, passage 1"]
 
 
+@pytest.mark.parametrize("more, message", [(dict(exam_queries=5), "exam_queries=5 are too few"),
+                                           (dict(pairs="nosuch.jsonl"), "pairs='nosuch.jsonl' is neither")])
+def test_what_the_settings_alone_say_is_wrong(tmp_path, quick, more, message):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    with pytest.raises((ValueError, FileNotFoundError), match=message): adapt(recipe(tmp_path, **more))
+
+
 def test_a_folder_that_is_no_step_and_an_index_of_before(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
     (tmp_path/"other/steps/read").mkdir(parents=True)
