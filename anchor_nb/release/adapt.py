@@ -166,8 +166,8 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
     "Queries of the exam and of the development split; ValueError where the exam could tell nothing."
     exam, dev = min(recipe.exam_queries, total//4), min(recipe.dev_queries, total//8)
     if recipe.exam_queries < FEWEST["exam"]:
-        raise ValueError(f"exam_queries={recipe.exam_queries} are too few to tell anything; ask for {FEWEST['exam']} or "
-                         "more")
+        raise ValueError(f"exam_queries={recipe.exam_queries} are too few to tell anything; ask for at least "
+                         f"{FEWEST['exam']}")
     if exam < FEWEST["exam"]:
         raise ValueError(f"{total} queries leave an exam of {exam}, too small to tell anything: a difference of 10 "
                          f"points takes about {queries_needed(0.1)} queries, 5 points {queries_needed(0.05)}; the "
@@ -318,13 +318,6 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
 def passages_in(steps: Steps) -> list:
     "The passages that `read` has cut."
     return [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
-
-def searched_passages(passages: list, titled: bool) -> Iterator: # of rows
-    "Passages as the exam searches them, each named after its document."
-    seen = Counter()
-    for passage in passages:
-        seen[passage.document] += 1
-        yield dict(_id=f"{passage.document}, passage {seen[passage.document]}", text=shown(passage, titled))
 
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, exam and negatives."
@@ -533,6 +526,13 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
     return str(target)
 
 # %% ../../nbs/release/09_adapt.ipynb #check-out
+def searched_passages(passages: list, titled: bool) -> Iterator: # of rows
+    "Passages as the exam searches them, each named after its document."
+    seen = Counter()
+    for passage in passages:
+        seen[passage.document] += 1
+        yield dict(_id=f"{passage.document}, passage {seen[passage.document]}", text=shown(passage, titled))
+
 def check_out(out: Path):
     "ValueError where steps or a model that no adaptation made would be replaced."
     steps = [folder for folder in (out/"steps").glob("*") if not folder.name.startswith(".")]
