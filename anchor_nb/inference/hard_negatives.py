@@ -150,7 +150,7 @@ def divided(columns: dict) -> tuple: # (those of pairs, those of a corpus)
     return {name: named for name, named in columns.items() if name not in corpus}, corpus
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #b84773fe
-FOUND = ("starts", "known", "ends", "own", "group", "answers", "answer-ends") # files beside the texts
+FOUND = ("starts", "known", "ends", "own", "turns", "answers", "answer-ends") # files beside the texts
 MINED = ("found", "scores", "decides")         # those that a run that was stopped leaves to the next one
 
 class Pool:
@@ -235,7 +235,7 @@ class Known:
         counts = lambda kinds: f"SELECT count(*) FILTER (kind <= {kinds}) FROM own GROUP BY row ORDER BY row"
         self.ends = column("ends", counts(KEPT)).cumsum()
         self.own = column("own", counts(OWN))
-        self.turns = column("group", """SELECT coalesce(turn, -1) FROM (SELECT DISTINCT row, query FROM own)
+        self.turns = column("turns", """SELECT coalesce(turn, -1) FROM (SELECT DISTINCT row, query FROM own)
                                         LEFT JOIN turns USING (query) ORDER BY row""")
         several = "FROM answers JOIN turns USING (query)"
         self.answers = column("answers", f"SELECT number {several} ORDER BY turn, number")

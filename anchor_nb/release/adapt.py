@@ -20,7 +20,6 @@ from ..core.recipe import Adapt, Mine, Stage2
 from ..data.documents import Passage, first_sentence, not_english, passages_of, read_documents, readers
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
-from ..data.shards import is_address
 from ..data.splitting import divide, write_exam
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints
@@ -569,7 +568,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs)
     out = Path(recipe.out)
     check_out(out)
-    if recipe.pairs and not Path(recipe.pairs).exists() and not is_address(recipe.pairs) and ":" not in recipe.pairs:
+    if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split
         raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")
     for base in bases_of(recipe)[0]: check_base(base)
     steps = Steps(recipe.out)
