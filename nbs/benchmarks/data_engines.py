@@ -391,8 +391,8 @@ def lines_of(engine: str) -> int:
     shared = (front, flat_runs, greedy) if engine in ("polars", "dask", "ray") else ()
     if engine != "anchor_nb": return sum(map(count, (ENGINES[engine], *shared)))
     from anchor_nb.data import deduplication as ours
-    names = ("database", "rows_of", "once", "feed", "batched", "runs_of", "count_runs", "first_runs", "rarest", "shared",
-             "near_blocks", "plain_rows", "find_equal", "find_near", "repeated", "find_repeated")
+    names = ("database", "rows_of", "once", "feed", "batched", "runs_of", "count_runs", "first_runs", "rarest",
+             "shared", "near_blocks", "plain_rows", "find_equal", "find_near", "repeated", "find_repeated")
     return sum(map(count, (getattr(ours, name) for name in names)))
 
 
