@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Iterator
 from .. import __version__
-from ..core.files import damage, keep_apart, new_folder, seal
+from ..core.files import damage, keep_apart, new_folder, seal, write_text
 from ..core.progress import announce, without_bars
 from ..core.recipe import Adapt, Mine, Stage2
 from ..data.documents import Passage, first_sentence, not_english, passages_of, read_documents, readers
@@ -31,7 +31,7 @@ from ..inference.search import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
-from .card import export_with_card
+from .card import UNSCORED, export_with_card
 from ..runs.identity import engine_of, files_content, model_content
 from ..runs.launch import launch
 from ..runs.ledger import read_json, write_json
@@ -39,7 +39,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 12 # raised when a step comes to make something else of the same inputs
+MADE = 13 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -483,18 +483,14 @@ def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
     return systems
 
 # %% ../../nbs/release/09_adapt.ipynb #5fb61a9c
-CARD = """
-## Adapted to these documents
+CARD = """On the documents that it was adapted to: {sentence}
 
-{sentence}
-
-Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}. {notes}
-"""
+Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}. {notes}"""
 TOGETHER = """
+
 Search with it together with BM25, whose weight is {weight:g}, in `passages.jsonl` beside this folder, which has the
 texts as the exam searched them. `anchor-nb search` and `serve` do so by themselves; in Python:
-`anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`.
-"""
+`anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`."""
 
 def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list, chosen: str) -> dict:
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
@@ -507,7 +503,7 @@ def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list
     if weight := result["systems"][chosen].get("weight"):
         write_json(part/"model"/SEARCH, dict(bm25=weight))
         text += TOGETHER.format(weight=weight)
-    card.write_text(card.read_text(encoding="utf-8") + text, encoding="utf-8")
+    write_text(card, card.read_text(encoding="utf-8").replace(UNSCORED, text))
     for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
     (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])

@@ -95,6 +95,8 @@ def foundation(model: str) -> dict: # name: to show; hub: its id, or ""; license
         cached = try_to_load_from_cache(hub, "README.md") # a path, None, or a mark for "known not to exist"
         facts = card_facts(Path(cached)) if isinstance(cached, str) else {}
         return dict(name=hub, hub=hub, license=LICENCES.get(hub) or facts.get("license", ""))
+    if (tuned := read_optional(Path(model)/"training.json").get("model")) and tuned != model:
+        return foundation(tuned) # an encoder that `training.encoders` wrote
     facts = card_facts(Path(model)/"README.md") or read_optional(Path(model)/"source.json")
     hub = facts.get("base_model") or facts.get("model") or ""
     return dict(name=hub or Path(model).name, hub=hub, license=str(facts.get("license", "")).lower())

@@ -19,6 +19,7 @@ from anchor_nb.inference.own_pairs import match_pairs
 from anchor_nb.inference.search import bm25_weight
 from anchor_nb.release import adapt as module
 from anchor_nb.release.adapt import adapt, outlook
+from anchor_nb.release.card import UNSCORED
 
 datasets.disable_progress_bars()
 WORDS = "mill river bread oven rabbit harbour ladder candle forest winter letter garden".split()
@@ -70,7 +71,7 @@ def quick(monkeypatch, tmp_path):
     def exported(model, out, **how):
         folder = tmp_path.joinpath(out)
         folder.mkdir()
-        (folder/"README.md").write_text("# a card\n")
+        (folder/"README.md").write_text(f"# a card\n\n{UNSCORED}\n")
         return dict(bytes=10, dimension=4)
     for name, stand_in in dict(mine=mined, tune_encoder=tuned, sit_exam=sat, export_with_card=exported,
                                find_model=lambda model: model, is_encoder=lambda base: True,
@@ -91,7 +92,8 @@ def test_a_better_model_is_exported_with_its_verdict_and_a_second_run_does_nothi
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
     found = adapt(recipe(tmp_path))
     assert found["verdict"]["better"] and found["verdict"]["delivered"] == "minilm tuned"
-    assert "Better than what you have" in (tmp_path/"out/model/README.md").read_text()
+    card = (tmp_path/"out/model/README.md").read_text()
+    assert "Better than what you have" in card and UNSCORED not in card
     page = (tmp_path/"out/verdict.html").read_text()
     assert "Better than what you have" in page and "<script" not in page and "http" not in page
     assert any("75 % of the weights after training and 25 % of those before" in note for note in found["notes"])
@@ -220,6 +222,21 @@ def test_a_row_without_a_mined_negative_gets_any_text_but_its_own(tmp_path):
     write_pairs(tmp_path, "pairs", [first, second])
     table, = load_pairs(str(tmp_path)).values()
     assert [row["negatives"] for row in table] == [["b"], ["d"]], "stage II can read them"
+
+
+def test_the_card_of_a_tuned_encoder_has_its_base_licence_and_scores(tmp_path):
+    "Training writes beside the weights what they were before; here MiniLM's own are exported."
+    tuned = tmp_path/"tuned"
+    shutil.copytree(Path(module.find_model("minilm")), tuned)
+    (tuned/"source.json").unlink(missing_ok=True)
+    (tuned/"training.json").write_text(json.dumps(dict(model="minilm")))
+    found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
+                 systems={"minilm tuned": dict(score=0.5), "bm25": dict(score=0.4)})
+    (tmp_path/"model").mkdir()
+    module.export_step(Adapt(documents="x"), tmp_path/"model", str(tuned), found, [], "minilm tuned")
+    card = (tmp_path/"model/README.md").read_text()
+    assert "license: apache-2.0" in card and "base_model: sentence-transformers/all-MiniLM-L6-v2" in card
+    assert "Licence: apache-2.0, that of the base model" in card and "Better." in card and UNSCORED not in card
 
 
 def test_a_model_on_the_hub_is_known_by_its_files(monkeypatch):
