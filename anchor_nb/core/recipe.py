@@ -181,6 +181,8 @@ class Stage1(Training):
                                   group="anchor", bound="[0,1)")
     fade_steps: int = setting(0, "steps over which word_dropout and the weights of objectives beside anchor fall to 0; "
                                  "0: they stay", "ours", group="anchor", bound=">=0")
+    anchor_after: int = setting(0, "steps before the anchor's loss joins; until then the objectives beside it train",
+                                "ours: bags first, as in paper/carrying", group="anchor", bound=">=0")
     carry_steps: int = setting(500, "steps between measurements of what anchors carry; 0: only at the end",
                                "ours", group="anchor", bound=">=0")
     carry_pairs: int = setting(64, "pairs that it is measured on, such as the run never draws; 0: not measured",
@@ -221,6 +223,10 @@ class Stage1(Training):
              "word_dropout needs an objective that decodes, anchor or lm"),
             (self.fade_steps > 0 and not (self.word_dropout or len(names) > 1 and anchored),
              "fade_steps needs something that fades: word_dropout, or an objective beside anchor"),
+            (self.anchor_after > 0 and not (len(names) > 1 and anchored),
+             "anchor_after needs an objective beside anchor, such as ebae, which trains alone until then"),
+            (0 < self.steps <= self.anchor_after,
+             f"anchor_after={self.anchor_after} leaves no step for the anchor's loss; raise steps={self.steps}"),
             (content and self.target_template, "target_template needs decode_from=sequence"),
             (content and self.hide_template, "hide_template needs decode_from=sequence")]
 

@@ -30,6 +30,7 @@ class ReconstructionRules(DecodeRules):
     masked_with: str
     word_dropout: float       # share of the decoder's input
     fade_steps: int           # steps over which it and the weights beside anchor fall to 0; 0: they stay
+    anchor_after: int         # steps before the anchor's loss joins
     attention_dropout: float
     temperature: float        # of simcse
     global_batch: int
@@ -59,12 +60,15 @@ def prepare_all(objectives: list, # as `make_objectives` gives them
                 pairs: list,      # of (query, document), both `prompts.Tokens`, of this rank
                 step: int,        # number of the step
                 fade_steps: int = 0, # steps over which the weights beside anchor fall to 0; 0: they stay
+                anchor_after: int = 0, # steps before the anchor's loss joins
                ) -> dict:         # name -> (items, weight), of those with a weight over 0
     "What each objective makes of the pairs of a step, and what it weighs there."
     fading = {name for name, *_ in objectives} - {"anchor"} if any(name == "anchor" for name, *_ in objectives) else ()
     left = max(0.0, 1 - step/fade_steps) if fade_steps else 1.0
     weights = {name: weight*left if name in fading else weight for name, _, weight in objectives}
-    return {name: (objective.prepare(pairs, step), weights[name]) for name, objective, _ in objectives if weights[name]}
+    if step < anchor_after: weights.pop("anchor", None)
+    return {name: (objective.prepare(pairs, step), weights[name]) for name, objective, _ in objectives
+            if weights.get(name)}
 
 # %% ../../nbs/losses/10_objectives.ipynb #32dd6926
 class Objectives(nn.Module):

@@ -37,7 +37,7 @@ class ReconstructionStep:
     negatives = few_shot = 0
     def __init__(self, rules: ReconstructionRules, formatter: Formatter, budget: int): # budget: tokens of a piece
         self.formatter, self.budget, self.objectives = formatter, budget, make_objectives(rules, formatter)
-        self.fade_steps = rules.fade_steps
+        self.fade_steps, self.anchor_after = rules.fade_steps, rules.anchor_after
 
     def pairs(self, examples: list) -> list: # of (query, document), both `prompts.Tokens`
         "The texts of examples as the model reads them."
@@ -48,7 +48,7 @@ class ReconstructionStep:
     def prepare(self, examples: list, number: int = 0, dataset: str = "",
                 shots: list = ()) -> dict: # objective -> its items
         "Format the pairs of step `number`."
-        return prepare_all(self.objectives, self.pairs(examples), number, self.fade_steps)
+        return prepare_all(self.objectives, self.pairs(examples), number, self.fade_steps, self.anchor_after)
 
     def run(self, model, items: dict, backward, sync, device) -> dict: # facts to log, the same on every rank
         "Leave the gradient of the global batch's loss in the model."
