@@ -249,7 +249,8 @@ def shorter_commands(recipe,         # `Training` as it was asked for
 def at_most(recipe, steps: int) -> dict: # setting -> value
     "Other settings that must change for a run of that many steps."
     changes = dict(epochs=0.0) if getattr(recipe, "epochs", 0) else {}
-    if recipe.warmup_steps > 0: changes["warmup_steps"] = recipe.warmup_steps*steps//max(recipe.steps, steps)
+    for name in ("warmup_steps", "anchor_after"): # their share of the steps stays
+        if (value := getattr(recipe, name, 0)) > 0: changes[name] = value*steps//max(recipe.steps, steps)
     return changes
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be034
