@@ -140,8 +140,8 @@ def test_the_demo_is_what_the_preset_asks_for():
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_score_belongs_to_a_manifest(folder):
-    "A row names the manifest of its model; the run lies in this folder, or in that of the experiment or the demo."
-    runs = {name for other in ("results/demo", "results/experiment", "results/five_thousand")
+    "A row names the manifest of its model; the run lies in this folder, or in that of the experiment or a demo."
+    runs = {name for other in ("results/demo", "results/first-demo", "results/experiment", "results/five_thousand")
             for name in manifests(NBS/other)}
     for row in read_rows(NBS/folder/"ledger.jsonl"):
         assert not row["manifest"] or Path(row["manifest"]).parent.name in runs, row["manifest"]
