@@ -3708,6 +3708,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'anchor_nb/training/probe.py'),
                                           'anchor_nb.training.probe.largest_piece': ( 'training/probe.html#largest_piece',
                                                                                       'anchor_nb/training/probe.py'),
+                                          'anchor_nb.training.probe.of_whole': ( 'training/probe.html#of_whole',
+                                                                                 'anchor_nb/training/probe.py'),
                                           'anchor_nb.training.probe.optimizer_rate': ( 'training/probe.html#optimizer_rate',
                                                                                        'anchor_nb/training/probe.py'),
                                           'anchor_nb.training.probe.part_of': ( 'training/probe.html#part_of',

@@ -97,6 +97,16 @@ def step_seconds(module, steps: Steps, pairs: int, device, autocast, clock) -> t
     taken = of_first_rank(clock() - begun)
     return taken, int(all_reduce(torch.tensor(facts["tokens"], device=device)))
 
+def of_whole(times: dict, most: int) -> float: # times: pairs -> [(seconds, tokens)] -> tokens a second
+    "The speed with `most` pairs, along a line through what fewer took: some of a run's time is there for any number."
+    fastest = {pairs: min(runs) for pairs, runs in times.items()}
+    few, many = min(fastest), max(fastest)
+    (least, fewer), (seconds, tokens) = fastest[few], fastest[many]
+    if many in (few, most) or tokens <= fewer: return tokens/seconds
+    slope = max((seconds - least)/(tokens - fewer), seconds/tokens/3) # at most two thirds are there for any number
+    whole = tokens/many*most
+    return whole/(seconds + slope*(whole - tokens))
+
 def speed(module, steps: Steps,
           most: int,                 # pairs of one rank that fill a micro-batch
           device, autocast=nullcontext, # autocast: the context of the forward pass
@@ -104,17 +114,18 @@ def speed(module, steps: Steps,
           clock=time.perf_counter,
          ) -> float:                 # tokens a second, forward and backward, of all ranks
     "How fast this machine trains this model on these texts; 0 if memory ran out."
-    pairs, begun, rates = 1, clock(), {}
+    pairs, begun, times = 1, clock(), {}
     try:
         with undisturbed(module, device):
-            while len(rates.get(most, [])) < 2 + (most == 1):
-                taken, tokens = step_seconds(module, steps, pairs, device, autocast, clock)
-                rates.setdefault(pairs, []).append(tokens/taken)
-                left = of_first_rank(seconds - (clock() - begun))
+            while len(times.get(most, [])) < 2 + (most == 1):
+                times.setdefault(pairs, []).append(step_seconds(module, steps, pairs, device, autocast, clock))
+                taken, left = times[pairs][-1][0], of_first_rank(seconds - (clock() - begun))
                 if left < taken: break
-                pairs = max(pairs, min(most, int(pairs*left/taken/2)))
+                fitting = min(most, int(pairs*left/taken/2))
+                if fitting < most and len(times[1]) == 1: continue # one pair again, without what a first run costs
+                pairs = max(fitting, min(most, pairs + (left >= taken*(pairs + 1)/pairs)))
     except torch.OutOfMemoryError: return 0.0
-    return max(rates[max(rates)])
+    return of_whole(times, most)
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be021
 def optimizer_rate(device, numbers: int = 2**21, clock=time.perf_counter) -> float: # weights a second
