@@ -110,19 +110,21 @@ def of_whole(times: dict, most: int) -> float: # times: pairs -> [(seconds, toke
 def speed(module, steps: Steps,
           most: int,                 # pairs of one rank that fill a micro-batch
           device, autocast=nullcontext, # autocast: the context of the forward pass
-          seconds: float = 5,        # how long to try; the first run may take longer
+          seconds: float = 5,        # how long to try after the first run
           clock=time.perf_counter,
          ) -> float:                 # tokens a second, forward and backward, of all ranks
     "How fast this machine trains this model on these texts; 0 if memory ran out."
-    pairs, begun, times = 1, clock(), {}
+    pairs, times = 1, {}
     try:
         with undisturbed(module, device):
             while len(times.get(most, [])) < 2 + (most == 1):
                 times.setdefault(pairs, []).append(step_seconds(module, steps, pairs, device, autocast, clock))
+                first = len(times) == len(times[1]) == 1 # slower than those that follow, so its time does not count
+                if first: begun = clock()
                 taken, left = times[pairs][-1][0], of_first_rank(seconds - (clock() - begun))
-                if left < taken: break
                 fitting = min(most, int(pairs*left/taken/2))
-                if fitting < most and len(times[1]) == 1: continue # one pair again, without what a first run costs
+                if first and fitting < most: continue
+                if left < taken: break
                 pairs = max(fitting, min(most, pairs + (left >= taken*(pairs + 1)/pairs)))
     except torch.OutOfMemoryError: return 0.0
     return of_whole(times, most)

@@ -157,7 +157,7 @@ def arm(name, which, steps=0, more="{}", pairs=500):
     `more`: settings in place of the arm's; `pairs`: how many of those kept out are measured at the end, 0 for none.
     """
     from anchor_nb import Stage1, train
-    settings = COMMON | ARMS[which] | json.loads(more)
+    settings, pairs = COMMON | ARMS[which] | json.loads(more), int(pairs)
     start = settings.pop("start", "")
     if int(steps): settings["steps"] = int(steps)
     if "anchor" not in settings.get("objectives", {"anchor": 1}): settings.pop("carry_steps")
