@@ -203,6 +203,7 @@ class Stage1(Training):
     def problems(self):
         content, names = self.decode_from == "content", self.objectives or {"anchor": 1.0}
         anchored = "anchor" in names
+        beside = anchored and len(names) > 1
         return super().problems() + [
             (bool(set(names) - set(OBJECTIVES)), f"objectives={self.objectives}; choose among {', '.join(OBJECTIVES)}"),
             (not (are_numbers(names) and all(names.values())),
@@ -221,12 +222,10 @@ class Stage1(Training):
              "until_carried needs the objective anchor, carry_pairs and carry_steps"),
             (self.word_dropout > 0 and not {"anchor", "lm"} & set(names),
              "word_dropout needs an objective that decodes, anchor or lm"),
-            (self.fade_steps > 0 and not (self.word_dropout or len(names) > 1 and anchored),
+            (self.fade_steps > 0 and not (self.word_dropout or beside),
              "fade_steps needs something that fades: word_dropout, or an objective beside anchor"),
-            (self.anchor_after > 0 and not (len(names) > 1 and anchored),
-             "anchor_after needs an objective beside anchor, such as ebae, which trains alone until then"),
-            (0 < self.steps <= self.anchor_after,
-             f"anchor_after={self.anchor_after} leaves no step for the anchor's loss; raise steps={self.steps}"),
+            (self.anchor_after > 0 and not beside, "anchor_after needs an objective beside anchor, such as ebae"),
+            (0 < self.steps <= self.anchor_after, f"anchor_after={self.anchor_after} is not under steps={self.steps}"),
             (content and self.target_template, "target_template needs decode_from=sequence"),
             (content and self.hide_template, "hide_template needs decode_from=sequence")]
 

@@ -485,7 +485,8 @@ def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
 # %% ../../nbs/release/09_adapt.ipynb #5fb61a9c
 CARD = """On the documents that it was adapted to: {sentence}
 
-Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}. {notes}"""
+Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}.
+{notes}"""
 TOGETHER = """
 
 Search with it together with BM25, whose weight is {weight:g}, in `passages.jsonl` beside this folder, which has the

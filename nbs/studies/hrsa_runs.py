@@ -30,8 +30,9 @@ places = {seed: dict(untrained=MODEL) | {label: str(runs/f"seed-{seed}"/label) f
 for seed, at in places.items():
     for label, stage, model in (("stage1", "stage1", MODEL), ("anchor", "stage2", f"{at['stage1']}/model"),
                                 ("baseline", "stage2", MODEL)):
-        train_stage(stage, full_preset("first-experiment", stage) | dict(data=str(corpus/"pairs"), model=model, out=at[label],
-                                                             seed=seed))
+        settings = full_preset("first-experiment", stage)
+        train_stage(stage, settings | dict(data=str(corpus/"pairs"), model=model, out=at[label],
+                                      seed=seed))
 
 first, second = places.values()
 settings = Analyse(a=MODEL, b=MODEL, data=str(corpus/"eval"), out=str(runs), texts=200, max_length=LENGTH)
