@@ -202,8 +202,7 @@ class Stage1(Training):
 
     def problems(self):
         content, names = self.decode_from == "content", self.objectives or {"anchor": 1.0}
-        anchored = "anchor" in names
-        beside = anchored and len(names) > 1
+        anchored, beside = "anchor" in names, {"anchor"} < set(names)
         return super().problems() + [
             (bool(set(names) - set(OBJECTIVES)), f"objectives={self.objectives}; choose among {', '.join(OBJECTIVES)}"),
             (not (are_numbers(names) and all(names.values())),
