@@ -402,9 +402,8 @@ def write_card(card: CardContent) -> str:
         card_data(card), template_str=PAGE, title=card.name.rpartition("/")[2], summary=summary(card),
         licence=licence_line(card), usage=card.facts and usage(card.name, card.facts, card.checked), row=row,
         scores=score_table(card), unscored=UNSCORED, beside_paper=beside_paper(card), facts=facts_table(card.runs),
-        stages=stages,
-        data=data_table(card), commands=card.runs and command_lines(card), versions=code_versions(card.runs),
-        limits=limits(card), paper=paper()["paper"], version=__version__)
+        stages=stages, data=data_table(card), commands=card.runs and command_lines(card),
+        versions=code_versions(card.runs), limits=limits(card), paper=paper()["paper"], version=__version__)
     return without_secrets(re.sub(r"\n{3,}", "\n\n", card.content).strip() + "\n")
 
 # %% ../../nbs/release/04_card.ipynb #c6d683c8

@@ -31,8 +31,7 @@ for seed, at in places.items():
     for label, stage, model in (("stage1", "stage1", MODEL), ("anchor", "stage2", f"{at['stage1']}/model"),
                                 ("baseline", "stage2", MODEL)):
         settings = full_preset("first-experiment", stage)
-        train_stage(stage, settings | dict(data=str(corpus/"pairs"), model=model, out=at[label],
-                                      seed=seed))
+        train_stage(stage, settings | dict(data=str(corpus/"pairs"), model=model, out=at[label], seed=seed))
 
 first, second = places.values()
 settings = Analyse(a=MODEL, b=MODEL, data=str(corpus/"eval"), out=str(runs), texts=200, max_length=LENGTH)
