@@ -18,8 +18,9 @@ again-tuning.jsonl), 5e-4 was within 0.3 points of the best of A and of S and th
 
 **Inference.** Over seeds 1 to 7: A - S, A - W and A - T, each by the exact sign-flip test with Holm's correction over
 the three (seven seeds reach 0.016, Holm asks 0.017 of the first), equivalence within 2 points by two one-sided t tests,
-and the words of the plan (again.py): greater, smaller, no difference that matters, undecided. No seed is left out. There is
-no gate: every run counts, and what A's anchors carry is shown beside it. With fewer than seven seeds, no verdict.
+and the words of the plan (again.py): greater, smaller, no difference that matters, undecided. No seed is left out.
+There is no gate: every run counts, and what A's anchors carry is shown beside it. With fewer than seven seeds there is
+no verdict.
 
 **Known beforehand.** One run of the demo with seed 42 at 1e-3: A 58.9, W 50.7, stage I alone 49.7. And that 48 steps
 leave W unsaturated, so that A - W is about a newcomer's minutes, not about what W could reach; that is T's question.
