@@ -71,7 +71,8 @@ class Training(Recipe):
                             "or a .yaml listing some",
                         "E5 data as the authors prepared it", reads="files", group="first")
     out: str = setting("", "run folder: manifest, metrics, checkpoints, model", how=True, group="first")
-    preset: str = setting("auto", "what decides settings left at 0 or -1; auto: paper on a GPU, laptop on a CPU",
+    preset: str = setting("auto", "what decides settings left at 0 or -1; auto: paper on a GPU with many pairs, else "
+                                  "laptop",
                           "ours: the paper trained on 8 GPUs", ("auto", "laptop", "paper"), how=True, group="first")
     instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, a YAML file, or the "
                                 "instruction itself", "table 6", reads="instructions", group="first")

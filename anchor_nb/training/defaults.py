@@ -71,11 +71,20 @@ def kept(recipe: Training, begun: dict) -> dict: # begun: as `begun_with` gives 
 # %% ../../nbs/training/06_defaults.ipynb #9ad642dc
 LEAST = 100 # steps, in several passes over a small dataset: with 50, 2 to 5 points of nDCG@10 are lost
 
-def preset_of(recipe: Training) -> tuple: # (laptop or paper, why)
+PASSES = 10 # over the pairs, at most, that `paper` may take on a GPU where nobody has asked for it
+
+def passes_of_paper(recipe: Training, rows: int) -> float: # rows: of all datasets
+    "How many times the steps of the preset `paper` would pass over the pairs."
+    limits = read_preset("paper", type(recipe).__name__.lower())
+    return (recipe.steps or limits["steps"])*(recipe.global_batch or limits["global_batch"])/rows
+
+def preset_of(recipe: Training, rows: int) -> tuple: # (laptop or paper, why)
     "The preset that decides, and why it does."
     if recipe.preset != "auto": return recipe.preset, "as asked for"
     from anchor_nb.models.attention import on_gpu
-    return ("paper", "on a GPU") if on_gpu() else ("laptop", "no GPU here")
+    if not on_gpu(): return "laptop", "no GPU here"
+    if (passes := passes_of_paper(recipe, rows)) <= PASSES: return "paper", "on a GPU"
+    return "laptop", f"the paper's steps would pass {passes:,.0f} times over so few pairs"
 
 def values_from(limits: dict,     # the file of a preset
                 recipe: Training, # what is not open there is kept
@@ -116,7 +125,7 @@ def decide(recipe: Training,
     if not recipe.left_open(): return recipe, ""
     if (recorded := kept(recipe, begun)) and not (resumed := replace(recipe, **recorded)).left_open():
         return resumed, f"resumed as it began: {in_words(resumed, sum(sizes), [])}"
-    name, why = preset_of(recipe)
+    name, why = preset_of(recipe, sum(sizes))
     limits, lengths = read_preset(name, type(recipe).__name__.lower()), []
     if "epochs" in limits and not (recipe.max_length or getattr(recipe, "few_shot", 0)):
         lengths = lengths_at(limits["max_length"])

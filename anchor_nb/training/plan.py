@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from ..core.presets import read_preset
 from ..core.recipe import RECIPES
-from .defaults import values_from
+from .defaults import PASSES, passes_of_paper, values_from
 from .flops import Shape, find_shape
 from .memory import (ON_CPU, TARGETS, Setup, Work, choose, describe, free_memory, matrix_rate,
                                        memory)
@@ -25,9 +25,6 @@ class Machine:
     precision: str = "bf16" # fp32, bf16 or pure_bf16
     cores: int = 1         # of the CPU that a run uses
     here: bool = False     # is it this one?
-
-    @property
-    def preset(self) -> str: return "paper" if self.gpus else "laptop" # that `preset=auto` means there
 
     def __str__(self):
         many = f"{self.gpus} GPU{'s'*(self.gpus > 1)} of {self.memory/1e9:.0f} GB"
@@ -83,13 +80,16 @@ def measure_pairs(data: str, model: str, sample: int = 300) -> Pairs: # data, mo
 ON_CPU_RATE = 0.6 # of the rate of matrix products: the lower of those in nbs/benchmarks/stage1
 TEXTS = 10_000    # to embed, where nobody says how many
 
-def sizes(machine: Machine, stage: str, pairs: Pairs, given: dict) -> dict: # steps, global_batch, max_length
+def sizes(machine: Machine, stage: str, pairs: Pairs,
+          given: dict) -> dict: # preset, steps, global_batch, max_length
     "The size of a run on a machine, as training would choose it where texts are as long as the preset allows."
-    limits = read_preset(machine.preset, stage)
     recipe = RECIPES[stage](**{name: value for name, value in given.items() if value})
+    few = pairs.rows and passes_of_paper(recipe, pairs.rows) > PASSES
+    preset = "laptop" if few or not machine.gpus else "paper" # that `preset=auto` means there
+    limits = read_preset(preset, stage)
     rows = pairs.rows or limits["steps"]*(recipe.global_batch or limits["global_batch"]) # as many as it has time for
     decided = values_from(limits, recipe, [rows], [])
-    return {name: decided[name] for name in ("steps", "global_batch", "max_length")}
+    return dict(preset=preset) | {name: decided[name] for name in ("steps", "global_batch", "max_length")}
 
 # %% ../../nbs/training/10_plan.ipynb #09ba0013
 def setup_for(stage: str, machine: Machine, rank: int, **more) -> Setup:
@@ -138,7 +138,7 @@ def report(model: str,                # as `find_shape` takes it
         work = Work(-(-size["global_batch"]//processes), round(min(pairs.query, length)),
                     round(min(pairs.document, length)), pairs.negatives, length)
         setup = setup_for(stage, machine, rank, **({} if stage == "encode" else more))
-        row = dict(model=model, stage=stage, preset=machine.preset, precision=setup.precision, gpus=machine.gpus,
+        row = dict(model=model, stage=stage, precision=setup.precision, gpus=machine.gpus,
                    device_memory=machine.memory, parameters=shape.parameters, **size,
                    tokens=processes*sum(work.lengths(stage)))
         try: rows.append({**row, "fits": True, **costs(shape, setup, work, machine, size["steps"])})
@@ -166,8 +166,8 @@ def line(row: dict) -> str:
 # %% ../../nbs/training/10_plan.ipynb #09ba0018
 def table(rows: list, machine: Machine, pairs: Pairs = Pairs()) -> str: # rows: of `report`
     "A plan as text to read."
-    unit = "GPU hours" if machine.gpus else "CPU hours"
-    lines = [f"{rows[0]['model']} on {machine}; preset {machine.preset}", str(pairs), "",
+    unit, presets = "GPU hours" if machine.gpus else "CPU hours", dict.fromkeys(row["preset"] for row in rows)
+    lines = [f"{rows[0]['model']} on {machine}; preset {' and '.join(presets)}", str(pairs), "",
              f"{'stage':8} {'steps x batch':>14} {'length':>7} {'minutes':>9} {unit:>9} {'GB':>7}  fits",
              *map(line, rows)]
     notes = [note for note in map(remedy, rows) if note]

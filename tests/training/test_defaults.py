@@ -64,9 +64,10 @@ def test_what_training_runs_is_what_was_decided_and_a_resumed_run_keeps_it(tmp_p
 
 
 def test_the_machine_decides_between_the_two_presets(tmp_path, monkeypatch):
-    for gpu, name, length in ((True, "paper", 512), (False, "laptop", 96)):
+    cases = [(True, 10**6, "paper", 512), (True, 300, "laptop", 96), (False, 10**6, "laptop", 96)]
+    for gpu, rows, name, length in cases:
         monkeypatch.setattr(attention, "on_gpu", lambda: gpu)
-        decided, why = defaults.decide(open_recipe("stage1", tmp_path), [300], lambda most: [20]*9 + [90])
+        decided, why = defaults.decide(open_recipe("stage1", tmp_path), [rows], lambda most: [20]*9 + [90])
         assert (decided.preset, why.split()[1]) == (name, name) and decided.max_length == length
 
 
