@@ -163,7 +163,8 @@ def local_places(source) -> list: # a path, an address, or a .yaml file that lis
         parts = Path(rest).parts
         wild = next((n for n, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
         return [str(Path(*parts[:wild]))]
-    path = Path(source)
+    path, whole = Path(source), str(source).rpartition(":")[0] # of a split, such as folder:train
+    if not path.exists() and whole and Path(whole).exists(): return [whole]
     if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file(): return [source]
     import yaml
     try: named = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from .. import __version__
 from ..core.files import keep_apart, new_folder, write_text
 from .rows import load_pairs
 from .tables import content_hash, find_sources
-from .writers import check_target, ending, write_pairs
+from .writers import check_target, ending, fits_columns, write_pairs
 from .retrieval_sets import read_retrieval, relevant, split_off
 
 # %% ../../nbs/data/08_deduplication.ipynb #73a544b4
@@ -475,6 +475,7 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
         raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one "
                          "folder, or give its task.json another name")
     check_target(out, tables, format, ("report.json",), "tests")
+    for name, table in tables.items() if format == "columns" else (): fits_columns(table, name)
     report, first = {}, 0
     with within(memory), database("", memory, threads) as db:
         seen, gone = look_at(tables, Watch(db, tests, min(threshold, 1.0)), remove)

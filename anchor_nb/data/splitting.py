@@ -90,8 +90,15 @@ def write_exam(folder: Path, corpus: dict, queries: dict, judged: list):
     write_text(folder/"qrels"/"test.tsv", "\n".join(lines) + "\n")
 
 # %% ../../nbs/data/10_splitting.ipynb #f69c46e8
+def answering(rows: list, answers: set) -> set: # plain texts
+    "The answers, and all negatives of some rows that nearly repeat one."
+    others = {plain(text) for row in rows for text in row["negatives"]} - answers
+    texts = [*sorted(answers), *sorted(others)]
+    near = near_texts(texts) if others else ()
+    return answers | {texts[later] for earlier, later in near if earlier < len(answers) <= later}
+
 def without(row: dict, answers: set) -> dict: # answers: plain texts
-    "A training row without negatives that answer the exam, and without their scores."
+    "A training row without negatives that answer the exam, nearly or exactly, and without their scores."
     keep = [n for n, text in enumerate(row["negatives"]) if plain(text) not in answers]
     if len(keep) == len(row["negatives"]): return row
     pick = lambda values: [values[n] for n in keep] if values else []
@@ -146,6 +153,7 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
     chosen = draw_exam(rows, groups, queries or max(1, round(share*total)), seed)
     corpus, questions, judged = exam_parts(rows, chosen)
     held, answers = set(chosen), {plain(text) for n in chosen for text in rows[n]["positives"]}
+    spoilt = answering([row for n, row in enumerate(rows) if n not in held], answers)
     facts = dict(data=data, seed=seed, by=by, rows=len(rows), queries_of_all=total, groups=len(groups),
                  largest_group=max(map(len, groups)), queries=len(questions), answers=len(answers),
                  documents=len(corpus), exam_rows=len(chosen), interval=round(interval(len(questions)), 1), pairs={})
@@ -153,7 +161,7 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
         write_exam(folder/"exam", corpus, questions, judged)
         first = 0
         for name, table in tables.items():
-            left = (without(row, answers) for n, row in enumerate(table, first) if n not in held)
+            left = (without(row, spoilt) for n, row in enumerate(table, first) if n not in held)
             facts["pairs"][name] = write_pairs(folder/"pairs", name, left, required=False,
                                                place=Path(out)/"pairs")["rows"]
             first += len(table)

@@ -18,7 +18,7 @@ from ..core.files import keep_apart, new_folder, write_text
 from ..core.recipe import Mine
 from ..data.rows import load_pairs
 from ..data.tables import content_hash, find_sources
-from ..data.writers import check_target, ending, write_pairs
+from ..data.writers import check_target, ending, fits_columns, write_pairs
 from ..runs.identity import content_at, engine_of, model_content
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, small_files
@@ -90,7 +90,7 @@ def stored_scores(name: str, rows: Iterable) -> Iterator: # as `score_rows`
     "The scores that rows carry; ValueError names the first row without scores."
     for number, row in enumerate(rows):
         if not row["positive_scores"] or len(row["negative_scores"]) != len(row["negatives"]):
-            raise ValueError(f"{name}, row {number} has no scores; name a model, or mine the negatives first")
+            raise ValueError(f"{name}, row {number + 1} has no scores; name a model, or mine the negatives first")
         yield row["positive_scores"], row["negative_scores"]
 
 # %% ../../nbs/inference/04_filtering.ipynb #ac0491b5
@@ -129,9 +129,9 @@ def left_over(table: Iterable, scores: Iterable, hardest: array, minimum: float,
 def margin_summary(hardest: array, # smallest margin of each row, NaN where it has none
                    minimum: float, maximum: float, bins: int = 40) -> dict: # plain values
     "Counts and a histogram of the margins of rows."
-    values = np.array(hardest, np.float32)
+    values = np.array(hardest)
     values = values[~np.isnan(values)]
-    finite = values[np.isfinite(values)].astype(np.float64)
+    finite = values[np.isfinite(values)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
     counts, edges = np.histogram(finite, bins, (low, max(high, low + 1e-3)))
     return dict(rows=len(hardest), without_negatives=len(hardest) - len(values), below=int((values < minimum).sum()),
@@ -165,6 +165,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     keep_apart(out, data=data)
     tables, sources, report = load_pairs(data, columns=columns), find_sources(data), {}
     check_target(out, tables, format, ("report.json",), "without_negatives")
+    for name, table in tables.items() if format == "columns" else (): fits_columns(table, sources[name])
     if model: keep_apart(out, model=[model, *chain(find_model(model))])
     recipe, drafts = Mine(data=data, out=out, instructions=instructions), []
     decides = [model, model and model_content(find_model(model)), instructions, content_at(instructions), max_length,
@@ -172,7 +173,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     score = scores_by(model, recipe, max_length)
     with new_folder(Path(out)/"pairs") as pairs:
         for name, table in tables.items():
-            hardest, from_row = array("f"), lambda first: score(name, islice(table, first, None), first)
+            hardest, from_row = array("d"), lambda first: score(name, islice(table, first, None), first)
             if model: drafts.append(Path(out)/f".scores-{name}.jsonl")
             decided = [content_hash(sources[name]), *decides]
             scores = written_down(drafts[-1], decided, from_row) if model else from_row(0)

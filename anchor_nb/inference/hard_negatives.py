@@ -19,7 +19,7 @@ from ..core.settings import identity
 from ..data.deduplication import database, feed, once, plain
 from ..data.rows import check_unicode, generator, load_pairs
 from ..data.tables import content_hash, file_hash, find_sources
-from ..data.writers import MARK, as_columns, check_target, ending, write_pairs
+from ..data.writers import MARK, check_target, ending, fits_columns, write_pairs
 from ..data.corpora import training_instructions
 from ..runs.identity import content_at, engine_of
 from ..runs.launch import usable_gpus
@@ -256,6 +256,12 @@ class Known:
         documents = lambda turn: np.array(self.answers[begins(turn):self.answer_ends[turn]])
         return [(places, documents(turn)) for turn, places in zip(there, np.split(order, starts[1:])) if turn >= 0]
 
+    def no_answers(self, row: int) -> list: # of places among the row's own negatives
+        "The negatives of a row that no row gives as an answer to its query."
+        numbers, own = self[row], self.own[row]
+        answers = set(numbers[:own]).union(*(documents.tolist() for _, documents in self.others(np.array([row]))))
+        return [place for place, number in enumerate(numbers[own:]) if number not in answers]
+
 # %% ../../nbs/inference/03_hard_negatives.ipynb #726dbdab
 def pool_texts(db, table: Iterable, pool: Pool, recipe: Mine) -> Known: # db: after `find_answers`
     "Put a dataset's documents and the corpus into the pool."
@@ -405,9 +411,9 @@ def mined_rows(name: str, table, pool: Pool, mined: Mined,
     for number, row in enumerate(table):
         new, known, count = mined.rows[number], mined.scores[mined.known.place(number)].tolist(), len(row["positives"])
         if recipe.incomplete == "drop" and new["count"] < recipe.negatives: continue
-        old = row["negatives"] if recipe.keep_existing else []
-        scores = known[len(known) - len(old):] + new["scores"][:new["count"]].tolist()
-        negatives = old + [pool[n] for n in new["negatives"][:new["count"]]]
+        kept = mined.known.no_answers(number) if recipe.keep_existing else []
+        scores = [known[count + n] for n in kept] + new["scores"][:new["count"]].tolist()
+        negatives = [row["negatives"][n] for n in kept] + [pool[n] for n in new["negatives"][:new["count"]]]
         instruction = instruct(row, number) if recipe.format == "gritlm" else row["instruction"]
         yield dict(query=row["query"], positives=row["positives"], negatives=negatives, instruction=instruction,
                    document_instruction=row["document_instruction"], positive_scores=rounded(known[:count]),
@@ -436,14 +442,6 @@ def summary(rows: np.ndarray, # of `record`
                 histogram=dict(edges=edges.tolist(), **{name: np.histogram(values, edges)[0].tolist()
                                                         for name, values in scores.items()}))
 
-# %% ../../nbs/inference/03_hard_negatives.ipynb #f9b350ed
-def check_columns(table, source: str):
-    "ValueError names the first row that has no place in the columns of sentence-transformers."
-    for number, row in enumerate(table):
-        try: as_columns(row)
-        except ValueError as error:
-            raise ValueError(f"{source}, row {number}: {error}") from None
-
 # %% ../../nbs/inference/03_hard_negatives.ipynb #45f64f0b
 def check_left(name: str, counts: np.ndarray, recipe: Mine):
     "ValueError when incomplete=drop would leave no row of a dataset."
@@ -468,7 +466,7 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
     check_target(recipe.out, tables, recipe.format, ("report.json", "texts"), "other_above_positive")
     if recipe.corpus: corpus_sources(recipe.corpus)
     if recipe.format == "columns":
-        for name, table in tables.items(): check_columns(table, sources[name])
+        for name, table in tables.items(): fits_columns(table, sources[name], even=False)
     return tables, {name: dict(sha256=hashes[name], rows=len(table)) for name, table in tables.items()}
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #b62c25c6

@@ -96,7 +96,7 @@ def summed_up(row: dict, # of carried.jsonl: step, pairs, trained_on, and each d
     "What a measurement says of a run, the verdict first."
     measured = {name: Carried(**values) for name, values in row.items() if isinstance(values, dict)}
     empty = [at.empty for at in measured.values()]
-    says = "Its anchors carry the other text of a pair."
+    says = "Its anchors carry something of the other text of a pair."
     if any(empty): says = "In one direction its anchors are empty."
     if all(empty): says = "Its anchors are empty: it has learned to write, not to read them."
     seen = "that it was trained on" if row["trained_on"] else "held out"

@@ -181,6 +181,19 @@ def test_a_corpus_adds_candidates_and_existing_negatives_stay(tmp_path):
     assert second["neg"] == [] and report["documents"] == 5 and report["without"] == 1
 
 
+def test_a_negative_that_answers_the_query_elsewhere_does_not_stay(tmp_path):
+    answer = "It is Paris, the capital of France."
+    data = write(tmp_path/"pairs.jsonl",
+                 dict(query="capital of france", positive="Paris.", negatives=[answer, "Lyon is a city."]),
+                 dict(query="Capital of France", positive=answer),
+                 dict(query="capital of bern", positive="Bern is a capital.", negatives=["bern is a capital."]))
+    mine(rules(data=data, out=str(tmp_path/"out"), model="bm25", keep_existing=True, percentage=0, negatives=1))
+    rows = [json.loads(line) for line in (tmp_path/"out/pairs/pairs.jsonl").read_text().splitlines()]
+    assert rows[0]["negatives"][0] == "Lyon is a city." and answer not in rows[0]["negatives"]
+    assert "bern is a capital." not in rows[2]["negatives"]
+    assert all(len(row["negatives"]) == len(row["negative_scores"]) for row in rows)
+
+
 def test_rows_of_two_instructions_keep_their_order(tmp_path, monkeypatch):
     # vectors by text and instruction: the query of row n points at document n + 1 when its instruction is said
     seen = []
