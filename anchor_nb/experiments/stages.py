@@ -273,6 +273,11 @@ def check_tasks(stage: str, values: dict):
         elif task not in LOCAL: find_task(task)
     if (benchmark := values.get("benchmark")) and benchmark not in BENCHMARKS: benchmark_tasks(benchmark)
 
+def check_corpora(stage: str, values: dict):
+    "ValueError for a corpus that is not there."
+    from anchor_nb.data.corpora import find_corpus
+    for name in values["corpora"] if stage == "prepare" else (): find_corpus(name)
+
 def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, checked -> (parameters, run folder)
     "Where a stage will run: its `out`, or the folder that a hash names."
     known = declared(notebook)
@@ -313,6 +318,7 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
     check_places(stage, whole)
     check_models(stage, whole)
     check_tasks(stage, whole)
+    check_corpora(stage, whole)
     check_out(stage, whole, folder)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):
