@@ -22,27 +22,52 @@ def _means(values: np.ndarray, generator, samples: int) -> np.ndarray: # [sample
     draws = [values[generator.integers(0, len(values), (100, len(values)))].mean(1) for _ in range(-(-samples // 100))]
     return np.concatenate(draws)
 
+def _means_of_groups(values: np.ndarray, groups: list, generator, samples: int) -> np.ndarray: # as `_means`
+    "The mean of each draw of whole groups with replacement."
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    place = [numbers[name] for name in groups]
+    sums, sizes = np.bincount(place, values), np.bincount(place)
+    draws = [generator.integers(0, len(sums), (100, len(sums))) for _ in range(-(-samples // 100))]
+    return np.concatenate([sums[drawn].sum(1)/sizes[drawn].sum(1) for drawn in draws])
+
 def bootstrap(values,              # one number per query
               seed: int = 0,       # of the draws
               samples: int = 10_000, # number of draws
+              groups: list = (),   # of each value: those of one group are drawn together; empty: each by itself
              ) -> Interval:
-    "The mean of the values with its 95 % percentile bootstrap interval over queries."
+    "The mean of the values with its 95 % percentile bootstrap interval over queries, or over groups of them."
     values, generator = np.asarray(list(values), dtype=np.float64), np.random.default_rng(seed)
     if not len(values):
         raise ValueError("no values; a bootstrap needs at least one query")
-    low, high = np.percentile(_means(values, generator, samples), [2.5, 97.5])
+    draws = _means_of_groups(values, groups, generator, samples) if groups else _means(values, generator, samples)
+    low, high = np.percentile(draws, [2.5, 97.5])
     return Interval(float(values.mean()), float(low), float(high))
 
 # %% ../../nbs/evaluation/00_significance.ipynb #04e224b2
 def paired_bootstrap(a: dict,       # query id -> value of one system
                      b: dict,       # query id -> value of the other, same queries
                      seed: int = 0, # of the draws
+                     groups: dict = {}, # query id -> its group, such as a document; empty: queries are independent
                     ) -> Interval:  # of a minus b
     "The mean difference of two systems over the same queries, with its 95 % interval."
     if a.keys() != b.keys():
         raise ValueError(f"{len(a.keys() ^ b.keys())} queries were asked of one system only; evaluate both on the same "
                          "cut of the task")
-    return bootstrap([a[query] - b[query] for query in sorted(a)], seed)
+    return bootstrap([a[query] - b[query] for query in sorted(a)], seed,
+                     groups=[groups.get(query, query) for query in sorted(a)] if groups else ())
+
+def sign_flip(a: dict, b: dict,  # query id -> value, same queries
+              groups: dict = {}, # as for `paired_bootstrap`
+             ) -> float:         # p, two-sided; 1 where nothing differs
+    "How often the differences would be as large on average if each group's sign were a matter of chance."
+    from scipy import stats
+    sums = {}
+    for query in sorted(a): sums[group] = sums.get(group := groups.get(query, query), 0) + a[query] - b[query]
+    apart = np.array([total for total in sums.values() if total])
+    if not len(apart): return 1.0
+    flipped = stats.permutation_test((apart,), np.sum, permutation_type="samples", n_resamples=9999, vectorized=True,
+                                     rng=np.random.default_rng(0)) # exact for up to 13 groups
+    return float(flipped.pvalue)
 
 # %% ../../nbs/evaluation/00_significance.ipynb #069962cd
 def mean_of_tasks(tasks: list,        # for each task, its numbers, one per query

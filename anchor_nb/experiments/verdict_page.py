@@ -70,10 +70,11 @@ def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, ad
     body = f"""<h1>{html.escape(facts['title'])}</h1>
 <p class="verdict {'yes' if verdict['better'] else 'no'}">{html.escape(verdict['sentence'])}</p>
 <p>{verdict['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. None of
-these queries, of the documents that answer them, or of their near-duplicates was a query or an answer in training.</p>
+these queries and of the documents that answer them was a query or an answer in training, nor did one there nearly
+repeat them (80 % of three words in a row, of a passage or of a whole document).</p>
 <h2>All systems</h2><table><tr><th>system</th><th class=n>nDCG@10</th><th class=n>95 % interval</th>
 <th class=n>size</th><th class=n>minutes</th><th></th></tr>{score_rows(facts)}</table>
-<p class=why>Minutes: of training, on this machine. “+ BM25”: both scores added.</p>
+<p class=why>Minutes: of training, on this machine. “+ BM25”: both scores added, BM25’s with a weight.</p>
 {curve_rows(facts['curve'])}
 <h2>What would help</h2><ul>{listed(facts['advice']) or '<li>Nothing that these numbers show.</li>'}</ul>
 <h2>Where it gained</h2>{query_table(facts['gained'], names)}

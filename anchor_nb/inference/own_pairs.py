@@ -7,7 +7,7 @@ __all__ = ['match_pairs']
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #f4460f2f
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from ..data.deduplication import plain, seen_part, word_runs
 from .words import Words
 
@@ -22,7 +22,16 @@ class Answers:
             self.whole.setdefault(text, number)
             self.named[passage.document].append(number)
         for document, number in repeats: self.named[document].append(number)
+        stems = {document: document.rpartition(".")[0] for document in self.named}
+        often = Counter(stems.values())
+        self.stems = {stem: document for document, stem in stems.items() if stem and often[stem] == 1}
         self.words = None # made when it is needed
+
+    def under(self, name: str) -> list: # of numbers; empty where no document has that name
+        "The passages of a document by its id or path, also from the folder that holds all, or without its suffix."
+        name = name.strip().replace("\\", "/").removeprefix("./")
+        known = (self.stems.get(short, short) for short in (name, name.partition("/")[2]) if short)
+        return next((self.named[document] for document in known if document in self.named), [])
 
     def best(self, query: str, numbers: list) -> int:
         "The passage of several that shares most words with a query; the first one where none does."
@@ -34,7 +43,7 @@ class Answers:
     def find(self, query: str, answer: str): # -> number of a passage, or None
         "The passage that an answer names, equals, lies in, or covers."
         if (number := self.whole.get(text := plain(answer))) is not None: return number
-        if numbers := self.named.get(answer.strip()): return self.best(query, numbers)
+        if numbers := self.under(answer): return self.best(query, numbers)
         self.words = self.words or Words(self.texts)
         likely = self.words(answer).argsort()[::-1][:20].tolist()
         short = len(text.split()) <= SHORT # its words are in many passages, and the query must tell
@@ -59,5 +68,5 @@ def match_pairs(rows: list,     # in the common form
     if 2*len(lost) > len(rows):
         raise ValueError(f"{len(lost)} of {len(rows)} pairs in {source} point to no document, such as "
                          f"{lost[0][:60]!r}; an answer must be a text of the documents, a part of one, or a "
-                         "document's id or path")
+                         f"document's id or path, such as {passages[0].document}")
     return list(dict.fromkeys(pairs)), lost

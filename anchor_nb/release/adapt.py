@@ -6,10 +6,10 @@
 __all__ = ['adapt', 'outlook']
 
 # %% ../../nbs/release/09_adapt.ipynb #3b899834
-import hashlib, itertools, json, math, os, random, shutil, sys, tempfile, time
+import hashlib, itertools, json, math, os, random, shlex, shutil, sys, tempfile, time
 from collections import Counter
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Iterator
@@ -17,10 +17,12 @@ from .. import __version__
 from ..core.files import damage, keep_apart, new_folder, seal, write_text
 from ..core.progress import announce, without_bars
 from ..core.recipe import Adapt, Mine, Stage2
+from ..core.settings import default
+from ..data.deduplication import plain
 from ..data.documents import Passage, first_sentence, not_english, passages_of, read_documents, readers
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
-from ..data.splitting import divide, write_exam
+from ..data.splitting import divide, versions, write_exam
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints
 from ..evaluation.exam import advice, best_of, gap, opened, queries_needed, score_one, sit_exam, verdict, widest
@@ -29,9 +31,11 @@ from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
 from ..inference.search import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
+from ..models.backbone import has_head
 from ..models.loading import kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
-from .card import UNSCORED, export_with_card
+from .card import UNREAD, UNREPEATED, UNSCORED, UNTRAINED, as_loaded, export_with_card
+from .lineage import foundation, public
 from ..runs.identity import engine_of, files_content, model_content
 from ..runs.launch import launch
 from ..runs.ledger import read_json, write_json
@@ -39,7 +43,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 13 # raised when a step comes to make something else of the same inputs
+MADE = 14 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -69,7 +73,8 @@ class Steps:
         return facts
 
 # %% ../../nbs/release/09_adapt.ipynb #28a900ff
-FEWEST = dict(documents=10, exam=20, words=5, sentences=50) # ours: with fewer, nothing can be told or learned
+# ours: with fewer, nothing can be told or learned
+FEWEST = dict(documents=10, exam=20, dev_queries=10, train_pairs=16, words=5, sentences=50)
 
 def at_home(recipe: Adapt) -> Adapt:
     "The recipe with ~ as the home folder, as a shell would write it."
@@ -153,9 +158,9 @@ def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: 
 # %% ../../nbs/release/09_adapt.ipynb #06023ceb
 def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most: int, seed: int) -> Retrieval:
     "The queries of some rows, over at most so many of all passages."
-    queries, judged = {}, {}
-    for n in chosen:
-        key = f"q{min(m for m in chosen if rows[m]['query'] == rows[n]['query'])}"
+    queries, judged, first = {}, {}, {} # first: query -> its first row
+    for n in sorted(chosen):
+        key = f"q{first.setdefault(rows[n]['query'], n)}"
         queries[key] = rows[n]["query"]
         judged.setdefault(key, {})[f"d{numbers[n]}"] = 1
     whole = Retrieval(name, "", {f"d{n}": text for n, text in enumerate(texts)}, queries, judged)
@@ -164,6 +169,10 @@ def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most
 def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
     "Queries of the exam and of the development split; ValueError where the exam could tell nothing."
     exam, dev = min(recipe.exam_queries, total//4), min(recipe.dev_queries, total//8)
+    for name in ("dev_queries", "train_pairs"):
+        if getattr(recipe, name) < FEWEST[name] and (name == "dev_queries" or recipe.train_pairs):
+            raise ValueError(f"{name}={getattr(recipe, name)} are too few to choose or learn by; ask for at least "
+                             f"{FEWEST[name]}")
     if recipe.exam_queries < FEWEST["exam"]:
         raise ValueError(f"exam_queries={recipe.exam_queries} are too few to tell anything; ask for at least "
                          f"{FEWEST['exam']}")
@@ -191,7 +200,10 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     "Exam, development split, training pairs, and the passages that negatives may come from."
     texts = [shown(passage, bool(recipe.pairs)) for passage in passages]
     numbers = [row["passage"] for row in [*pairs, *sentences]]
-    marks = [passages[number].document for number in numbers]
+    wholes = {passage.document: "" for passage in passages}
+    for passage in passages: wholes[passage.document] += f" {plain(passage.text)}"
+    same = versions(wholes) if len(wholes) < len(passages) else {name: name for name in wholes}
+    marks = [same[passages[number].document] for number in numbers]
     answers = [texts[row["passage"]] for row in pairs] + [first_sentence(texts[row["passage"]])[1] for row in sentences]
     rows = [dict(query=row["query"], positives=[answer], negatives=[], instruction="", document_instruction="",
                  positive_scores=[], negative_scores=[]) for row, answer in zip([*pairs, *sentences], answers)]
@@ -200,9 +212,10 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
         made = as_set(name, rows, chosen, texts, numbers, recipe.exam_documents, recipe.seed)
         write_exam(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
+    write_json(part/"documents.json", {f"q{n}": marks[n] for n in sorted([*exam, *dev], reverse=True)})
     held = {marks[n] for n in [*exam, *dev]}
     kept = draw(rest, recipe.train_pairs, recipe.seed) # in this order, so that a part of them is a sample
-    pool = [text for text, passage in zip(texts, passages) if passage.document not in held]
+    pool = [text for text, passage in zip(texts, passages) if same[passage.document] not in held]
     surveyed = min(SURVEYED, max(300, 4*len(kept))) # enough to find near ones among
     write_pairs(part/"pairs", "pairs", [rows[n] for n in kept])
     write_lines(part/"pool.jsonl", (dict(text=text) for text in draw(pool, surveyed, recipe.seed)))
@@ -214,8 +227,11 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
 SHARE, ENOUGH, SEEDS = 0.6, 80, 2 # of the minutes for decoders; steps; trainings of each, time allowing; ours
 
 def is_encoder(base: str) -> bool:
-    "Whether a base is a sentence-transformers model."
-    return kind_of(small_files(find_model(base))) == "sentence-transformers"
+    "Whether a base is a sentence-transformers model, an exported one included."
+    from transformers import AutoConfig
+    folder = small_files(find_model(base))
+    if not (folder/"modules.json").is_file(): return False
+    return kind_of(folder) == "sentence-transformers" or not has_head(AutoConfig.from_pretrained(folder))
 
 def bases_of(recipe: Adapt) -> tuple: # (names, whether they were asked for)
     "The models to start from; MiniLM is always among them, as what anybody could tune."
@@ -241,8 +257,10 @@ def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> di
         if start_run(recipe.out, inputs.recipe, inputs.data) != "done":
             finish_run(recipe.out, **launch(train, inputs.recipe, processes=1, run_dir=recipe.out))
     facts = read_manifest(recipe.out)
+    stepping = sum(row["seconds"] for row in read_lines(out/"run"/"speed.jsonl")) # in earlier processes too
     return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), steps=facts["steps"],
-                seconds=round(time.perf_counter() - began[0], 1), cpu_seconds=round(time.process_time() - began[1], 1))
+                seconds=round(max(stepping, time.perf_counter() - began[0]), 1),
+                cpu_seconds=round(time.process_time() - began[1], 1))
 
 def dev_score(source: str, dev: Retrieval, precision: str, known: dict) -> float: # nDCG@10
     "A checkpoint's score on the development split."
@@ -326,7 +344,8 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     passages = passages_in(steps)
     repeats, links = (read_lines(steps.folder("read")/name) for name in ("repeats.jsonl", "links.jsonl"))
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
-                                          train_pairs=recipe.train_pairs)
+                                          train_pairs=recipe.train_pairs,
+                                          weights=Path(recipe.generator).is_dir() and model_content(recipe.generator))
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
@@ -392,25 +411,34 @@ def without_rankings(sheet: dict) -> dict:
             for label, system in sheet.items()}
 
 # %% ../../nbs/release/09_adapt.ipynb #de9edf6d
-HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training
+HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training, and a base as it is
 
-def choose_step(candidates: dict, dev: Retrieval,
-                known: dict) -> dict: # scores: label -> nDCG@10; gains: label -> at least, in points; weights; chosen
+def have_of(sheet: dict) -> list: # of labels
+    "What needs no training, of the systems that sat an exam."
+    return [label for label in sheet if label in HAVE or label.removesuffix(" + BM25").endswith(" untrained")]
+
+def choose_step(candidates: dict, dev: Retrieval, known: dict,
+                documents: dict = {}, # query -> what it is about
+                # scores: label -> nDCG@10; gains: label -> at least; weights; chosen
+               ) -> dict:
     "The development split decides which candidate is delivered, and with which weight of BM25."
     systems = {label: candidate for label, candidate in systems_of(candidates).items()
-               if label in HAVE or label in candidates}
+               if label in HAVE or label in candidates or candidate.library == "sentence-transformers"}
     sheet = sit_exam(dev, systems, known=known)
-    scores = {label: system["score"] for label, system in sheet.items() if label not in HAVE}
-    same = lambda label: sheet[label]["values"] in [sheet[have]["values"] for have in HAVE if have in sheet]
-    gains = {label: verdict(sheet, label, HAVE)["low"] for label in [*itertools.filterfalse(same, scores)] or scores}
+    have = have_of(sheet)
+    scores = {label: system["score"] for label, system in sheet.items() if label not in have}
+    same = lambda label: sheet[label]["values"] in [sheet[other]["values"] for other in have]
+    gains = {label: gap(sheet, label, best_of(sheet, have), documents).low
+             for label in [*itertools.filterfalse(same, scores)] or scores}
     weights = {label.removesuffix(" + BM25"): system["weight"] for label, system in sheet.items() if "weight" in system}
     return dict(scores=scores, gains=gains, weights=weights, chosen=max(gains, key=gains.get))
 
-def exam_step(candidates: dict, exam: Retrieval, chosen: str, weights: dict, known: dict) -> dict:
+def exam_step(candidates: dict, exam: Retrieval, chosen: str, weights: dict, known: dict, documents: dict) -> dict:
     "The exam, the verdict and the queries that changed most."
     sheet = sit_exam(exam, systems_of(candidates), known=known, weights=weights)
-    decision = verdict(sheet, chosen, HAVE)
-    verdicts = {label: verdict(sheet, label, HAVE) for label, facts in candidates.items() if "why" not in facts}
+    judge = lambda label: verdict(sheet, label, have_of(sheet), {query: documents[query] for query in exam.queries})
+    decision = judge(chosen)
+    verdicts = {label: judge(label) for label, facts in candidates.items() if "why" not in facts}
     return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts,
                 **widest(sheet, chosen, decision["against"], exam))
 
@@ -426,11 +454,15 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                      "here and all-MiniLM know English only: name a multilingual base, and read the comparison with "
                      "care.")
     if pairs["made"]:
-        lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links "
-                     f"and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator} found "
-                     "their passage again.")
+        asked = f" and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator}"
+        lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links"
+                     f"{asked*bool(pairs['questions'])} found their passage again.")
         lines.append("The exam asks these. The model learned from first sentences, which ask for what follows them.")
-    else: lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
+    else:
+        lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
+        if read["passages"] > read["documents"]:
+            lines.append("Where a pair names a document of several passages, the one in which BM25 finds most of the "
+                         "query counts as the answer, which favours BM25.")
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
                  f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
     for label, facts in candidates.items():
@@ -447,7 +479,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
 
 def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the development split; -> sentences
     "Candidates that scored higher in the exam than the one that the development split chose."
-    gain, chosen = result["verdict"]["difference"], result["verdict"]["delivered"].removesuffix(" + BM25")
+    gain, chosen = result["verdict"]["difference"], result["verdict"]["delivered"]
     return [f"{label} scored {other['difference'] - gain:.1f} points higher in the exam than what was chosen "
             f"({other['low']:+.1f} to {other['high']:+.1f} against {other['against']}). The development split of {dev} "
             "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
@@ -482,6 +514,29 @@ def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
         system["size"] = f"{parameters_of(base)/1e6:.0f} M" if base else ""
     return systems
 
+# %% ../../nbs/release/09_adapt.ipynb #adc0ca4d
+def as_command(recipe: Adapt) -> str:
+    "The command that makes a run again, without paths of this machine."
+    shown = lambda value: value if isinstance(value, str) else json.dumps(value)
+    given = {f.name: public(shown(value), Path()) for f in fields(recipe)
+             if (value := getattr(recipe, f.name)) != default(f)}
+    places = given.pop("documents"), "--out", given.pop("out", recipe.out)
+    return shlex.join(["anchor-nb", "adapt", *places, *itertools.chain.from_iterable(("-p", f"{name}={value}")
+                                                                            for name, value in given.items())])
+
+def tuned_words(recipe: Adapt, winner: dict) -> dict: # what a card says without a manifest -> what is known
+    "How sentence-transformers tuned an encoder, for its card."
+    name = foundation(winner["model"])["name"]
+    texts = f"{winner['pairs']:,} pairs of {Path(recipe.documents).name}"
+    how = (f"Tuned with sentence-transformers (MultipleNegativesRankingLoss, a negative for each pair) on {texts}: "
+           f"learning rate {winner['rate']:g}, the best of {len(winner['epochs']) - 1} epochs, batches of "
+           f"{winner['batch']}, texts cut at {winner['max_length']} tokens, seed {winner['seed']}. The model has "
+           f"{100*winner['share']:.0f} % of the weights after training and the rest of those before. Rate, epoch and "
+           "share were chosen on a development split.")
+    again = f"With anchor_nb {__version__}:\n\n```bash\n{as_command(recipe)}\n```"
+    return {as_loaded(name): f"This is {name}, tuned by anchor_nb {__version__} on texts of its user.", UNTRAINED: how,
+            UNREAD: f"{texts}, given by the user; their licence is not on record.", UNREPEATED: again}
+
 # %% ../../nbs/release/09_adapt.ipynb #5fb61a9c
 CARD = """On the documents that it was adapted to: {sentence}
 
@@ -493,9 +548,9 @@ Search with it together with BM25, whose weight is {weight:g}, in `passages.json
 texts as the exam searched them. `anchor-nb search` and `serve` do so by themselves; in Python:
 `anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`."""
 
-def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list, chosen: str) -> dict:
+def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: list, chosen: str) -> dict:
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
-    exported = export_with_card(model, str(part/"model"), name=(Path(recipe.out)/"model").as_posix())
+    exported = export_with_card(winner["model"], str(part/"model"), name=(Path(recipe.out)/"model").as_posix())
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
     text = CARD.format(sentence=result["verdict"]["sentence"], own=100*result["systems"][label]["score"],
                        notes=" ".join(notes), queries=result["verdict"]["queries"],
@@ -504,7 +559,12 @@ def export_step(recipe: Adapt, part: Path, model: str, result: dict, notes: list
     if weight := result["systems"][chosen].get("weight"):
         write_json(part/"model"/SEARCH, dict(bm25=weight))
         text += TOGETHER.format(weight=weight)
-    write_text(card, card.read_text(encoding="utf-8").replace(UNSCORED, text))
+    known = tuned_words(recipe, winner) if winner["library"] == "sentence-transformers" else {}
+    page = card.read_text(encoding="utf-8")
+    for old, new in (known | {UNSCORED: text}).items(): page = page.replace(old, new)
+    if known and "\nbase_model:" in page:
+        page = page.replace("\nlibrary_name:", "\nbase_model_relation: finetune\nlibrary_name:", 1)
+    write_text(card, page)
     for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
     (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])
@@ -516,7 +576,8 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
         if target.exists(): shutil.rmtree(target)
         return ""
     winner = candidates[chosen.removesuffix(" + BM25")]
-    steps.run("export", lambda part: export_step(recipe, part, winner["model"], result, notes, chosen), ("exam",))
+    steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("exam",),
+              target=target.as_posix(), notes=notes)
     with new_folder(target) as part: shutil.copytree(steps.folder("export"), part, dirs_exist_ok=True,
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
@@ -573,24 +634,27 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     rows = with_negatives([row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table],
                           [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")], recipe.seed)
     exam, dev = (read_retrieval(steps.folder("split")/name) for name in ("exam", "dev"))
+    documents = read_json(steps.folder("split")/"documents.json") # query -> what it is about
     known = {} # vectors, so that the development split and the exam embed their common passages once
     candidates = trained(recipe, steps, rows, dev, known)
     names = tuple(name for name in steps.keys if name.startswith("train-"))
     curve = steps.run("curve", lambda part: curve_step(recipe, rows, dev, candidates[f"{MINER} tuned"]),
                       (f"train-{MINER}",)) if recipe.curve else {}
-    choice = steps.run("choose", lambda part: choose_step(candidates, dev, known), names)
+    choice = steps.run("choose", lambda part: choose_step(candidates, dev, known, documents), names)
     chosen, weights = choice["chosen"], choice["weights"]
     made = facts["pairs"]["made"]
-    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, weights, known), ("choose",))
+    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, weights, known, documents),
+                       ("choose",))
     notes = notes_of(recipe, facts, candidates)
     listed = ", ".join(f"{weight:g} beside {label}" for label, weight in weights.items())
     notes.append(f"The development split chose the weight of BM25: {listed}.")
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
     write_lines(out/"passages.jsonl", searched_passages(passages_in(steps), bool(recipe.pairs)))
     grown = {int(size): score for size, score in curve.items()}
+    best = judged["systems"][judged["verdict"]["against"]]["score"]
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
-                  advice=advice(grown, made, judged["verdict"]) + passed_over(judged, facts["split"]["dev"])
+                  advice=advice(grown, made, judged["verdict"], best) + passed_over(judged, facts["split"]["dev"])
                   + without_training(judged["systems"]),
                   **judged | dict(systems=beside(judged["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))

@@ -265,9 +265,13 @@ def history(card: CardContent) -> str:
         how = f"{len(stages)} training runs, whose models were then merged: {parts}"
     return f"A text embedder{size}, trained from {card.base['name']} with {code_versions(card.runs)} in {how}."
 
+def as_loaded(name: str) -> str:
+    "What is known of a model without a manifest."
+    return f"This is {name}, as loaded by anchor_nb {__version__}."
+
 def summary(card: CardContent) -> str:
     "What the model is, in two sentences."
-    text = history(card) if card.runs else f"This is {card.base['name']}, as loaded by anchor_nb {__version__}."
+    text = history(card) if card.runs else as_loaded(card.base["name"])
     if not (facts := card.facts): return text
     details = [f"pooling: {facts['pooling']}", "bidirectional attention" * facts["bidirectional"],
                "normalized to length 1" * facts["normalize"], facts["dtype"] and f"stored as {facts['dtype']}"]
@@ -302,6 +306,10 @@ def limits(card: CardContent) -> list: # of sentences
 
 # %% ../../nbs/release/04_card.ipynb #aa968a42
 UNSCORED = "No score of this model is on record. How well it retrieves is unknown."
+UNTRAINED = "There is no manifest with this model, so how it was trained is not on record."
+UNREAD = "Which texts the model was trained on is not on record."
+UNREPEATED = "Without a manifest there are no commands to reproduce it."
+LISTED = "the licences of the training texts are listed under Data"
 PAGE = '''---
 {{ card_data }}
 ---
@@ -333,7 +341,7 @@ are several. {% if row.max_length %}Texts were cut at {{ row.max_length }} token
 
 ## Training
 
-{{ facts or "There is no manifest with this model, so how it was trained is not on record." }}
+{{ facts or untrained }}
 
 {% for heading, carried, departures in stages %}
 ### {{ heading }}
@@ -345,7 +353,7 @@ are several. {% if row.max_length %}Texts were cut at {{ row.max_length }} token
 
 ## Data
 
-{{ data or "Which texts the model was trained on is not on record." }}
+{{ data or unread }}
 
 ## Reproduce
 
@@ -359,7 +367,7 @@ With {{ versions }}:
 The order of the data is a function of the seed. The tests of anchor_nb run small trainings twice on one CPU and get the
 same bits; this training has not been repeated.
 {% else -%}
-Without a manifest there are no commands to reproduce it.
+{{ unrepeated }}
 {% endif %}
 
 ## Limits
@@ -389,7 +397,7 @@ def licence_line(card: CardContent) -> str:
     "The licence, and who says so."
     if not card.license: return "unknown, see Limits"
     whose = "that of the base model" if card.license == card.base["license"] else "as stated by whoever exported it"
-    return f"{card.license}, {whose}; the licences of the training texts are listed under Data"
+    return f"{card.license}, {whose}" + f"; {LISTED}"*bool(card.data)
 
 def write_card(card: CardContent) -> str:
     "The card as Markdown, without secrets."
@@ -401,7 +409,8 @@ def write_card(card: CardContent) -> str:
     card = ModelCard.from_template(
         card_data(card), template_str=PAGE, title=card.name.rpartition("/")[2], summary=summary(card),
         licence=licence_line(card), usage=card.facts and usage(card.name, card.facts, card.checked), row=row,
-        scores=score_table(card), unscored=UNSCORED, beside_paper=beside_paper(card), facts=facts_table(card.runs),
+        scores=score_table(card), unscored=UNSCORED, untrained=UNTRAINED, unread=UNREAD, unrepeated=UNREPEATED,
+        beside_paper=beside_paper(card), facts=facts_table(card.runs),
         stages=stages, data=data_table(card), commands=card.runs and command_lines(card),
         versions=code_versions(card.runs), limits=limits(card), paper=paper()["paper"], version=__version__)
     return without_secrets(re.sub(r"\n{3,}", "\n\n", card.content).strip() + "\n")

@@ -1,5 +1,6 @@
 "Documents in, a model or a plain no out: bad input, resuming, the refusal. Training and scoring are replaced in most."
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from anchor_nb.inference.own_pairs import match_pairs
 from anchor_nb.inference.search import bm25_weight
 from anchor_nb.release import adapt as module
 from anchor_nb.release.adapt import adapt, outlook
-from anchor_nb.release.card import UNSCORED
+from anchor_nb.release.card import UNSCORED, UNTRAINED
 
 datasets.disable_progress_bars()
 WORDS = "mill river bread oven rabbit harbour ladder candle forest winter letter garden".split()
@@ -55,12 +56,13 @@ def quick(monkeypatch, tmp_path):
     def tuned(model, rows, dev, out, *rest, **more):
         calls.append(len(rows))
         return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, share=0.75, dev=0.2,
-                    seconds=60.0)
+                    seconds=60.0, batch=32, max_length=256, seed=0)
 
     def sat(exam, systems, max_length=256, known=None, weights=None):
         sheet = {}
         for label in [*systems, *(f"{name} + BM25" for name in systems if name != "bm25")]:
-            good = rule["tuned"] if "tuned" in label and "BM25" not in label else 0.5
+            good = rule["tuned"] if label.endswith(" tuned") else 0.5
+            if "untrained" in label: good = rule.get("untrained", 0.5)
             values = {query: float(hash_of(query) < good) for query in exam.queries}
             ranking = {query: {next(iter(judged)): 1.0} for query, judged in exam.qrels.items()}
             score = sum(values.values())/len(values)
@@ -71,7 +73,7 @@ def quick(monkeypatch, tmp_path):
     def exported(model, out, **how):
         folder = tmp_path.joinpath(out)
         folder.mkdir()
-        (folder/"README.md").write_text(f"# a card\n\n{UNSCORED}\n")
+        (folder/"README.md").write_text(f"# a card\n\n{UNSCORED}\n\n{UNTRAINED}\n")
         return dict(bytes=10, dimension=4)
     for name, stand_in in dict(mine=mined, tune_encoder=tuned, sit_exam=sat, export_with_card=exported,
                                find_model=lambda model: model, is_encoder=lambda base: True,
@@ -94,6 +96,7 @@ def test_a_better_model_is_exported_with_its_verdict_and_a_second_run_does_nothi
     assert found["verdict"]["better"] and found["verdict"]["delivered"] == "minilm tuned"
     card = (tmp_path/"out/model/README.md").read_text()
     assert "Better than what you have" in card and UNSCORED not in card
+    assert UNTRAINED not in card and "on 100 pairs of docs: learning rate 0.0001" in card
     page = (tmp_path/"out/verdict.html").read_text()
     assert "Better than what you have" in page and "<script" not in page and "http" not in page
     assert any("75 % of the weights after training and 25 % of those before" in note for note in found["notes"])
@@ -125,6 +128,30 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out"), "--quiet"])
     assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve minilm " in done.output
     assert done.output.rstrip().endswith("passages.jsonl --bm25 1"), "with what one should keep"
+
+
+def test_a_base_that_is_good_as_it_is_needs_no_training(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    quick[1]["untrained"] = 1.0
+    found = adapt(recipe(tmp_path, base="good"))
+    assert found["verdict"]["against"].startswith("good untrained") and not found["verdict"]["better"]
+    assert found["model"] == "" and any("The exam is too easy" in line for line in found["advice"])
+
+
+def test_versions_of_a_document_are_on_one_side(tmp_path):
+    "Fifteen words in front of a copy, so that its passages are cut elsewhere."
+    drawn, passages = random.Random(0), []
+    for n in range(80):
+        words = [f"w{drawn.randrange(10**6)}" for _ in range(240)]
+        for version, text in enumerate((words, [f"v{n}w{k}" for k in range(15)] + words)):
+            passages += [module.Passage(f"{n}-{version}.txt", "", "", " ".join(text[k:k + 60]))
+                         for k in range(0, len(text), 60)]
+    pairs = [dict(query=f"query {k}", passage=k) for k in range(len(passages))]
+    module.split_step(Adapt(documents="x", pairs="y"), tmp_path, passages, pairs)
+    number = {passage.text: passage.document.partition("-")[0] for passage in passages}
+    rows = [row for table in load_pairs(str(tmp_path/"pairs")).values() for row in table]
+    held = {name.partition("-")[0] for name in json.loads((tmp_path/"documents.json").read_text()).values()}
+    assert held and not held & {number[text] for row in rows for text in row["positives"]}
 
 
 def test_the_exam_shares_no_document_with_training(tmp_path, quick):
@@ -229,12 +256,17 @@ def test_the_card_of_a_tuned_encoder_has_its_base_licence_and_scores(tmp_path):
     tuned = tmp_path/"tuned"
     shutil.copytree(Path(module.find_model("minilm")), tuned)
     (tuned/"source.json").unlink(missing_ok=True)
-    (tuned/"training.json").write_text(json.dumps(dict(model="minilm")))
+    facts = dict(model="minilm", pairs=100, rate=1e-4, epochs={"0": 0.1, "1": 0.2}, batch=32, max_length=256, seed=0,
+                 share=0.5)
+    (tuned/"training.json").write_text(json.dumps(facts))
     found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
                  systems={"minilm tuned": dict(score=0.5), "bm25": dict(score=0.4)})
     (tmp_path/"model").mkdir()
-    module.export_step(Adapt(documents="x"), tmp_path/"model", str(tuned), found, [], "minilm tuned")
+    winner = facts | dict(model=str(tuned), library="sentence-transformers")
+    module.export_step(Adapt(documents="x", epochs=2), tmp_path/"model", winner, found, [], "minilm tuned")
     card = (tmp_path/"model/README.md").read_text()
+    assert "base_model_relation: finetune" in card and "not on record." not in card.partition("## Data")[0]
+    assert "tuned by anchor_nb" in card and "anchor-nb adapt x --out" in card and "-p epochs=2" in card
     assert "license: apache-2.0" in card and "base_model: sentence-transformers/all-MiniLM-L6-v2" in card
     assert "Licence: apache-2.0, that of the base model" in card and "Better." in card and UNSCORED not in card
 
@@ -264,7 +296,7 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
                  systems={"tiny tuned": system, "tiny tuned + BM25": system | dict(weight=0.3), "bm25": system})
     (tmp_path/"model").mkdir()
-    module.export_step(Adapt(**sizes), tmp_path/"model", facts["model"], found, ["A note."], "tiny tuned + BM25")
+    module.export_step(Adapt(**sizes), tmp_path/"model", facts | dict(library="anchor_nb"), found, ["A note."], "tiny tuned + BM25")
     assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
     assert bm25_weight(tmp_path/"model") == 0.3, "what was examined is what is searched with"
     short = Adapt(**sizes | dict(minutes=1e-6))
