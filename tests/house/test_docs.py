@@ -192,7 +192,7 @@ def test_names_that_mean_two_things_are_not_linked():
 def test_the_front_page_names_the_wings_in_their_order():
     "The map is the folders and WINGS; the list on the front page follows it."
     text = (ROOT/"README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^- `(\w+)`: ", text[text.index("## The wings"):text.index("## Tutorials")], flags=re.M)
+    listed = re.findall(r"^- `(\w+)`: ", text[text.index("## Subpackages"):text.index("## Tutorials")], flags=re.M)
     assert listed == [wing for wing in make_site.WINGS if wing != "benchmarks"]
 
 
