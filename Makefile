@@ -1,5 +1,5 @@
 # make demo    run the main job on a small real model and real text, end to end
-# make test    all that decides whether a change is sound: some 20 minutes on two cores
+# make test    all that decides whether a change is sound: 15 to 25 minutes on two cores
 # make test-all   that, and what takes longer: real models and corpora, three and four ranks, soak; Slurm if it runs
 # make soak    kill and resume training at random, KILLS=20 times, and compare with a run left alone
 # make docs    build the docs site into _docs, offline

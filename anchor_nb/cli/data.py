@@ -63,6 +63,12 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exa
 Format = option(str, "anchor_nb, gritlm or columns", "--format")
 NewPairs = option(str, "folder for the pairs that are left, and for the report", "--out")
 
+def left_out(data: str, columns: dict) -> list: # of lines
+    "What the written pairs lack of the rows that were read."
+    from anchor_nb.data.inspection import unread
+    names = ", ".join(unread(data, columns))
+    return [f"not in the pairs, which have no such field: {names}"]*bool(names)
+
 @app.command("filter", rich_help_panel=DATA)
 def filter_pairs(data: Pairs, out: NewPairs,
                  minimum: option(float, "smallest margin that is kept", "--min-margin") = -math.inf,
@@ -82,6 +88,7 @@ def filter_pairs(data: Pairs, out: NewPairs,
         lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['below']} below, {facts['above']} "
                  "above"
                  for name, facts in result.items()]
+        lines += left_out(data, read_columns(columns))
         answer(result, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 @app.command("dedup", rich_help_panel=DATA)
@@ -106,6 +113,7 @@ def dedup_pairs(data: Pairs, out: NewPairs,
         lines += [f"{name}: {facts['queries_seen']} of {facts['queries']} queries seen, "
                   f"{facts['documents_seen']} of {facts['documents']} documents"
                   for name, facts in result["tests"].items()]
+        lines += left_out(data, read_columns(columns))
         answer(result, *lines, f"the pairs: {out}/pairs; the report: {out}/report.json")
 
 # %% ../../nbs/cli/04_data.ipynb #0ab47750

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 import numpy as np
 from .tables import find_sources, table_rows
-from .rows import pair_columns, parse_row
+from .rows import FIELDS, MEANS, NEGATIVE, pair_columns, parse_row
 from .deduplication import duplicates, plain
 
 # %% ../../nbs/data/09_inspection.ipynb #4509b13e
@@ -41,6 +41,13 @@ def read_sheet(source: str, columns: dict) -> Sheet:
     if not sheet.rows:
         raise ValueError(sheet.faults[0] if sheet.faults else f"{source} holds no row; fill it or name another file")
     return sheet
+
+# %% ../../nbs/data/09_inspection.ipynb #0bda5e02
+def unread(data: str, columns: dict = {}) -> list: # of names
+    "The fields of each source's first row that pairs do not have."
+    firsts = [next(iter(table_rows(source, columns)), ("", {}))[1] for source in find_sources(data).values()]
+    known = lambda name: name in MEANS or name in FIELDS or NEGATIVE.fullmatch(name)
+    return [name for name in dict.fromkeys(name for raw in firsts for name in raw) if not known(name)]
 
 # %% ../../nbs/data/09_inspection.ipynb #78b3566f
 EMPTY = ("nan", "none", "null", "n/a", "na", "#n/a", "-") # what programs write where there is nothing
