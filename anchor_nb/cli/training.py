@@ -96,19 +96,14 @@ for stage in dict.fromkeys([*RECIPES, *stages()]):
 # %% ../../nbs/cli/02_training.ipynb #48363aa9
 Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
 
-def kept_weight(result: dict) -> float: # of `adapt`
-    "The weight of BM25 beside MiniLM in what one should keep."
-    alone = dict(minilm=0.0, bm25=1.0)
-    if (best := result["verdict"]["against"]) in alone: return alone[best]
-    return result["systems"]["minilm + BM25"]["weight"]
-
 def told(place: str, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
     "What an adaptation found, and a search page, or the command for it; the passages are worth it whatever was found."
     result = read_json(Path(place)/"adapt.json")
     if quiet:
         typer.echo("\n".join([result["verdict"]["sentence"], *result["advice"], f"the page: {place}/verdict.html"]))
-    models, passages = [result["model"]]*bool(result["model"]) + ["minilm"], f"{place}/passages.jsonl"
-    bm25 = None if result["model"] else kept_weight(result)
+    models = [result["model"], "minilm"] if result["model"] else [result["keep"]["model"]]
+    passages = f"{place}/passages.jsonl"
+    bm25 = None if result["model"] else result["keep"]["bm25"]
     if search:
         from anchor_nb.release.serving import serve
         serve(models, passages, keep=f"{place}/search", bm25=bm25)

@@ -64,9 +64,9 @@ def sign_flip(a: dict, b: dict,  # query id -> value, same queries
     sums = {}
     for query in sorted(a): sums[group] = sums.get(group := groups.get(query, query), 0) + a[query] - b[query]
     apart = np.array([total for total in sums.values() if total])
-    if not len(apart): return 1.0
+    if len(apart) < 2: return 1.0
     flipped = stats.permutation_test((apart,), np.sum, permutation_type="samples", n_resamples=9999, vectorized=True,
-                                     rng=np.random.default_rng(0)) # exact for up to 13 groups
+                                     batch=100, rng=np.random.default_rng(0)) # exact for up to 13 groups
     return float(flipped.pvalue)
 
 # %% ../../nbs/evaluation/00_significance.ipynb #069962cd

@@ -90,7 +90,7 @@ def stored_scores(name: str, rows: Iterable) -> Iterator: # as `score_rows`
     "The scores that rows carry; ValueError names the first row without scores."
     for number, row in enumerate(rows):
         if not row["positive_scores"] or len(row["negative_scores"]) != len(row["negatives"]):
-            raise ValueError(f"{name}, row {number + 1} has no scores; name a model, or mine the negatives first")
+            raise ValueError(f"{name}, row {number} has no scores; name a model, or mine the negatives first")
         yield row["positive_scores"], row["negative_scores"]
 
 # %% ../../nbs/inference/04_filtering.ipynb #ac0491b5
@@ -117,6 +117,9 @@ def check_ends(minimum: float, maximum: float, each: str, format: str, out: str)
         raise ValueError(f"each={each!r}; choose one of row, negative")
     if not out:
         raise ValueError("out is empty; name a folder for the pairs that are left")
+    if each == "negative" and format == "columns":
+        raise ValueError("each=negative leaves rows with different numbers of negatives, and columns need the same; "
+                         "write another format")
     ending(format)
 
 # %% ../../nbs/inference/04_filtering.ipynb #ff59b37e
@@ -165,7 +168,8 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     keep_apart(out, data=data)
     tables, sources, report = load_pairs(data, columns=columns), find_sources(data), {}
     check_target(out, tables, format, ("report.json",), "without_negatives")
-    for name, table in tables.items() if format == "columns" else (): fits_columns(table, sources[name])
+    for name, table in tables.items() if format == "columns" else ():
+        fits_columns((row | dict(positive_scores=[]) for row in table) if model else table, sources[name])
     if model: keep_apart(out, model=[model, *chain(find_model(model))])
     recipe, drafts = Mine(data=data, out=out, instructions=instructions), []
     decides = [model, model and model_content(find_model(model)), instructions, content_at(instructions), max_length,

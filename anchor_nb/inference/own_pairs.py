@@ -22,16 +22,15 @@ class Answers:
             self.whole.setdefault(text, number)
             self.named[passage.document].append(number)
         for document, number in repeats: self.named[document].append(number)
-        stems = {document: document.rpartition(".")[0] for document in self.named}
-        often = Counter(stems.values())
-        self.stems = {stem: document for document, stem in stems.items() if stem and often[stem] == 1}
+        stems = {document: re.sub(r"\.[a-zA-Z]\w{0,4}$", "", document) for document in self.named}
+        often, self.names = Counter(stems.values()), {name: name for name in self.named}
+        self.stems = {stem: document for document, stem in stems.items() if stem != document and often[stem] == 1}
         self.words = None # made when it is needed
 
-    def under(self, name: str) -> list: # of numbers; empty where no document has that name
-        "The passages of a document by its id or path, also from the folder that holds all, or without its suffix."
+    def under(self, name: str, names: dict) -> list: # names: name -> document; -> of numbers; empty: there is none
+        "The passages of a document by its name, or by its path from the folder that holds all."
         name = name.strip().replace("\\", "/").removeprefix("./")
-        known = (self.stems.get(short, short) for short in (name, name.partition("/")[2]) if short)
-        return next((self.named[document] for document in known if document in self.named), [])
+        return next((self.named[names[short]] for short in (name, name.partition("/")[2]) if short in names), [])
 
     def best(self, query: str, numbers: list) -> int:
         "The passage of several that shares most words with a query; the first one where none does."
@@ -43,12 +42,13 @@ class Answers:
     def find(self, query: str, answer: str): # -> number of a passage, or None
         "The passage that an answer names, equals, lies in, or covers."
         if (number := self.whole.get(text := plain(answer))) is not None: return number
-        if numbers := self.under(answer): return self.best(query, numbers)
+        if numbers := self.under(answer, self.names): return self.best(query, numbers)
         self.words = self.words or Words(self.texts)
         likely = self.words(answer).argsort()[::-1][:20].tolist()
         short = len(text.split()) <= SHORT # its words are in many passages, and the query must tell
         inside = [number for number in (range(len(self.texts)) if short else likely) if text in self.texts[number]]
         inside = [number for number in inside if re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.texts[number])]
+        if not inside and (numbers := self.under(answer, self.stems)): return self.best(query, numbers)
         runs = word_runs(text)
         covered = [number for number in likely if seen_part(word_runs(self.texts[number]), runs) >= 0.8]
         return self.best(query, inside or covered) if inside or covered else None

@@ -7,7 +7,7 @@ __all__ = ['adapt', 'outlook']
 
 # %% ../../nbs/release/09_adapt.ipynb #3b899834
 import hashlib, itertools, json, math, os, random, shlex, shutil, sys, tempfile, time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,21 +17,23 @@ from .. import __version__
 from ..core.files import damage, keep_apart, new_folder, seal, write_text
 from ..core.progress import announce, without_bars
 from ..core.recipe import Adapt, Mine, Stage2
+from ..core.redaction import without_secrets
 from ..core.settings import default
 from ..data.deduplication import plain
 from ..data.documents import Passage, first_sentence, not_english, passages_of, read_documents, readers
+from ..data.prompts import LAYOUT_FILE
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
-from ..data.splitting import divide, versions, write_exam
+from ..data.splitting import divide, group_rows, versions, write_exam
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints
-from ..evaluation.exam import advice, best_of, gap, opened, queries_needed, score_one, sit_exam, verdict, widest
+from ..evaluation.exam import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one, sit_exam,
+                                       verdict, widest)
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
 from ..inference.search import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
-from ..models.backbone import has_head
 from ..models.loading import kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
 from .card import UNREAD, UNREPEATED, UNSCORED, UNTRAINED, as_loaded, export_with_card
@@ -190,19 +192,31 @@ def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count:
     except ValueError: parts = [[], [], []]
     exam, dev, rest = ([n for n in part if n < count] for part in parts)
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
-    if len({rows[n]["query"] for n in exam}) >= FEWEST["exam"] and dev and rest: return [exam, dev, rest]
+    if len({rows[n]["query"] for n in exam}) >= FEWEST["exam"] and dev and rest:
+        if (about := len({marks[n] for n in exam})) >= DOCUMENTS: return [exam, dev, rest]
+        raise ValueError(f"the exam would ask about {about} documents, and fewer than {DOCUMENTS} tell nothing, "
+                         "however many queries; give questions about more documents")
     most, count = Counter(marks).most_common(1)[0]
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
                      f"the exam takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
                      "several files, one a chapter, or give more documents")
 
-def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences: list = []) -> dict:
+def same_documents(passages: list, repeats: list) -> dict: # document -> its name, with how many nearly repeat it
+    "Which documents are versions of one another, as wholes."
+    wholes = defaultdict(list)
+    for passage in passages: wholes[passage.document].append(plain(passage.text))
+    for document, number in repeats: wholes[document].append(plain(passages[number].text))
+    if max(map(len, wholes.values())) == 1: return {name: name for name in wholes} # `divide` compares passages
+    first = versions({name: " ".join(parts) for name, parts in wholes.items()})
+    often = Counter(first.values())
+    return {name: one + f" and {often[one] - 1} that nearly repeat it"*(often[one] > 1) for name, one in first.items()}
+
+def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences: list = [],
+               repeats: list = []) -> dict:
     "Exam, development split, training pairs, and the passages that negatives may come from."
     texts = [shown(passage, bool(recipe.pairs)) for passage in passages]
     numbers = [row["passage"] for row in [*pairs, *sentences]]
-    wholes = {passage.document: "" for passage in passages}
-    for passage in passages: wholes[passage.document] += f" {plain(passage.text)}"
-    same = versions(wholes) if len(wholes) < len(passages) else {name: name for name in wholes}
+    same = same_documents(passages, repeats)
     marks = [same[passages[number].document] for number in numbers]
     answers = [texts[row["passage"]] for row in pairs] + [first_sentence(texts[row["passage"]])[1] for row in sentences]
     rows = [dict(query=row["query"], positives=[answer], negatives=[], instruction="", document_instruction="",
@@ -212,7 +226,9 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
         made = as_set(name, rows, chosen, texts, numbers, recipe.exam_documents, recipe.seed)
         write_exam(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
-    write_json(part/"documents.json", {f"q{n}": marks[n] for n in sorted([*exam, *dev], reverse=True)})
+    asked = [*exam, *dev]
+    together = group_rows([rows[n] for n in asked], [marks[n] for n in asked]) # also by a query with two documents
+    write_json(part/"documents.json", {f"q{asked[n]}": marks[asked[group[0]]] for group in together for n in group})
     held = {marks[n] for n in [*exam, *dev]}
     kept = draw(rest, recipe.train_pairs, recipe.seed) # in this order, so that a part of them is a sample
     pool = [text for text, passage in zip(texts, passages) if same[passage.document] not in held]
@@ -228,10 +244,9 @@ SHARE, ENOUGH, SEEDS = 0.6, 80, 2 # of the minutes for decoders; steps; training
 
 def is_encoder(base: str) -> bool:
     "Whether a base is a sentence-transformers model, an exported one included."
-    from transformers import AutoConfig
     folder = small_files(find_model(base))
     if not (folder/"modules.json").is_file(): return False
-    return kind_of(folder) == "sentence-transformers" or not has_head(AutoConfig.from_pretrained(folder))
+    return kind_of(folder) == "sentence-transformers" or read_json(folder/LAYOUT_FILE).get("bidirectional", False)
 
 def bases_of(recipe: Adapt) -> tuple: # (names, whether they were asked for)
     "The models to start from; MiniLM is always among them, as what anybody could tune."
@@ -351,7 +366,8 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
     sizes = {name: getattr(recipe, name) for name in ("exam_queries", "dev_queries", "exam_documents", "train_pairs",
                                                       "seed")}
-    split = steps.run("split", lambda part: split_step(recipe, part, passages, rows, sentences), ("pairs",), **sizes)
+    split = steps.run("split", lambda part: split_step(recipe, part, passages, rows, sentences, repeats), ("pairs",),
+                      **sizes)
     place = steps.folder("split")
     def mined(part):
         result = mine(Mine(data=str(place/"pairs"), corpus=str(place/"pool.jsonl"), out=str(part), model=MINER,
@@ -422,9 +438,7 @@ def choose_step(candidates: dict, dev: Retrieval, known: dict,
                 # scores: label -> nDCG@10; gains: label -> at least; weights; chosen
                ) -> dict:
     "The development split decides which candidate is delivered, and with which weight of BM25."
-    systems = {label: candidate for label, candidate in systems_of(candidates).items()
-               if label in HAVE or label in candidates or candidate.library == "sentence-transformers"}
-    sheet = sit_exam(dev, systems, known=known)
+    sheet = sit_exam(dev, systems_of(candidates), known=known)
     have = have_of(sheet)
     scores = {label: system["score"] for label, system in sheet.items() if label not in have}
     same = lambda label: sheet[label]["values"] in [sheet[other]["values"] for other in have]
@@ -486,14 +500,22 @@ def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the d
             for label, other in result["each"].items() if label != chosen and other["difference"] > gain]
 
 # %% ../../nbs/release/09_adapt.ipynb #635aab3f
-def without_training(systems: dict) -> list: # systems: of the exam; -> sentences
+def without_training(systems: dict, documents: dict = {}) -> list: # as of `exam_step`; -> sentences
     "What MiniLM and BM25 gain by being used together, where that is the best of what needs no training."
     both = HAVE[-1]
-    if best_of(systems, HAVE) != both: return []
-    gains = {label: gap(systems, both, label) for label in HAVE[:-1]}
+    if best_of(systems, have_of(systems)) != both: return []
+    about = {query: documents.get(query, query) for query in systems[both]["values"]}
+    gains = {label: gap(systems, both, label, about) for label in HAVE[:-1]}
     listed = " and ".join(f"{100*gain.mean:.1f} points on {label} ({100*gain.low:+.1f} to {100*gain.high:+.1f})"
                           for label, gain in gains.items())
     return [f"Without any training, {both} with weight {systems[both]['weight']:g} gains {listed}."]
+
+def to_keep(judged: dict, candidates: dict) -> dict: # model, bm25
+    "What to search with where nothing was delivered."
+    against = judged["verdict"]["against"]
+    bases = {f"{Path(facts['base']).name} untrained": facts["base"] for facts in candidates.values()}
+    return dict(model=bases.get(against.removesuffix(" + BM25"), MINER),
+                bm25=float(against == "bm25") or judged["systems"][against].get("weight", 0.0))
 
 def parameters_of(model: str) -> int:
     "The weights of a model, by the headers of its files."
@@ -517,10 +539,11 @@ def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
 # %% ../../nbs/release/09_adapt.ipynb #adc0ca4d
 def as_command(recipe: Adapt) -> str:
     "The command that makes a run again, without paths of this machine."
-    shown = lambda value: value if isinstance(value, str) else json.dumps(value)
-    given = {f.name: public(shown(value), Path()) for f in fields(recipe)
-             if (value := getattr(recipe, f.name)) != default(f)}
-    places = given.pop("documents"), "--out", given.pop("out", recipe.out)
+    def shown(value):
+        if not isinstance(value, str): return json.dumps(value)
+        return ",".join(public(part.strip(), Path()) for part in value.split(","))
+    given = {f.name: shown(value) for f in fields(recipe) if (value := getattr(recipe, f.name)) != default(f)}
+    places = given.pop("documents"), "--out", given.pop("out", shown(recipe.out))
     return shlex.join(["anchor-nb", "adapt", *places, *itertools.chain.from_iterable(("-p", f"{name}={value}")
                                                                             for name, value in given.items())])
 
@@ -564,7 +587,7 @@ def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: li
     for old, new in (known | {UNSCORED: text}).items(): page = page.replace(old, new)
     if known and "\nbase_model:" in page:
         page = page.replace("\nlibrary_name:", "\nbase_model_relation: finetune\nlibrary_name:", 1)
-    write_text(card, page)
+    write_text(card, without_secrets(page))
     for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
     (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])
@@ -603,6 +626,9 @@ def check_base(base: str):
     "ValueError or FileNotFoundError for a model that is not there, or could not be exported after it was trained."
     from transformers import AutoTokenizer
     folder = small_files(find_model(base))
+    if kind_of(folder) == "anchor_nb" and Path(folder, "modules.json").is_file() and not is_encoder(base):
+        raise ValueError(f"base={base} is the export of a language model, without the head that training needs; name "
+                         "the run that it was exported from")
     if Path(folder, "modules.json").is_file():
         read_sentence_transformers(folder, AutoTokenizer.from_pretrained(folder))
 
@@ -655,7 +681,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
                   advice=advice(grown, made, judged["verdict"], best) + passed_over(judged, facts["split"]["dev"])
-                  + without_training(judged["systems"]),
+                  + without_training(judged["systems"], documents), keep=to_keep(judged, candidates),
                   **judged | dict(systems=beside(judged["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))
     write_json(Path(recipe.out)/"adapt.json", result)

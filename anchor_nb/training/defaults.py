@@ -71,20 +71,23 @@ def kept(recipe: Training, begun: dict) -> dict: # begun: as `begun_with` gives 
 # %% ../../nbs/training/06_defaults.ipynb #9ad642dc
 LEAST = 100 # steps, in several passes over a small dataset: with 50, 2 to 5 points of nDCG@10 are lost
 
-PASSES = 10 # over the pairs, at most, that `paper` may take on a GPU where nobody has asked for it
+PASSES = 10 # over the pairs, at most, that `paper` may take on a GPU where nobody has said how many steps
 
-def passes_of_paper(recipe: Training, rows: int) -> float: # rows: of all datasets
-    "How many times the steps of the preset `paper` would pass over the pairs."
+def on_a_gpu(recipe: Training, rows: int) -> tuple: # rows: of all datasets -> (preset, its steps; 0: as it has them)
+    "What `auto` means on a GPU: the paper's settings, with fewer steps for fewer pairs; `laptop` where few are left."
     limits = read_preset("paper", type(recipe).__name__.lower())
-    return (recipe.steps or limits["steps"])*(recipe.global_batch or limits["global_batch"])/rows
+    most = PASSES*rows//(recipe.global_batch or limits["global_batch"])
+    if recipe.steps or recipe.epochs or most >= limits["steps"]: return "paper", 0
+    return ("paper", most) if most >= LEAST else ("laptop", 0)
 
-def preset_of(recipe: Training, rows: int) -> tuple: # (laptop or paper, why)
+def preset_of(recipe: Training, rows: int) -> tuple: # (laptop or paper, its steps; 0: as it has them, why)
     "The preset that decides, and why it does."
-    if recipe.preset != "auto": return recipe.preset, "as asked for"
+    if recipe.preset != "auto": return recipe.preset, 0, "as asked for"
     from anchor_nb.models.attention import on_gpu
-    if not on_gpu(): return "laptop", "no GPU here"
-    if (passes := passes_of_paper(recipe, rows)) <= PASSES: return "paper", "on a GPU"
-    return "laptop", f"the paper's steps would pass {passes:,.0f} times over so few pairs"
+    if not on_gpu(): return "laptop", 0, "no GPU here"
+    name, steps = on_a_gpu(recipe, rows)
+    if name == "laptop": return name, 0, "too few pairs for the paper's batches"
+    return name, steps, "on a GPU" + f", {PASSES} passes over the pairs"*(steps > 0)
 
 def values_from(limits: dict,     # the file of a preset
                 recipe: Training, # what is not open there is kept
@@ -125,10 +128,10 @@ def decide(recipe: Training,
     if not recipe.left_open(): return recipe, ""
     if (recorded := kept(recipe, begun)) and not (resumed := replace(recipe, **recorded)).left_open():
         return resumed, f"resumed as it began: {in_words(resumed, sum(sizes), [])}"
-    name, why = preset_of(recipe, sum(sizes))
+    name, steps, why = preset_of(recipe, sum(sizes))
     limits, lengths = read_preset(name, type(recipe).__name__.lower()), []
     if "epochs" in limits and not (recipe.max_length or getattr(recipe, "few_shot", 0)):
         lengths = lengths_at(limits["max_length"])
-    values = values_from(limits, replace(recipe, **recorded), sizes, lengths)
+    values = values_from(limits, replace(recipe, **dict(steps=recipe.steps or steps) | recorded), sizes, lengths)
     decided = replace(recipe, preset=name, epochs=0.0, **values)
     return decided, f"preset {name} ({why}): {in_words(decided, sum(sizes), lengths)}"

@@ -128,6 +128,7 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     done = CliRunner().invoke(app, ["adapt", str(tmp_path/"docs"), "-o", str(tmp_path/"out"), "--quiet"])
     assert done.exit_code == 1 and "Not" in done.output and "anchor-nb serve minilm " in done.output
     assert done.output.rstrip().endswith("passages.jsonl --bm25 1"), "with what one should keep"
+    assert found["keep"] == dict(model="minilm", bm25=1)
 
 
 def test_a_base_that_is_good_as_it_is_needs_no_training(tmp_path, quick):
@@ -138,20 +139,32 @@ def test_a_base_that_is_good_as_it_is_needs_no_training(tmp_path, quick):
     assert found["model"] == "" and any("The exam is too easy" in line for line in found["advice"])
 
 
-def test_versions_of_a_document_are_on_one_side(tmp_path):
-    "Fifteen words in front of a copy, so that its passages are cut elsewhere."
-    drawn, passages = random.Random(0), []
+@pytest.mark.parametrize("place", [0, 120], ids=["in front", "in the middle"])
+def test_versions_of_a_document_are_on_one_side(tmp_path, place):
+    "Fifteen words more, so that the passages behind them are cut elsewhere; those before are repeats."
+    drawn, passages, repeats, whole = random.Random(0), [], [], {}
     for n in range(80):
         words = [f"w{drawn.randrange(10**6)}" for _ in range(240)]
-        for version, text in enumerate((words, [f"v{n}w{k}" for k in range(15)] + words)):
-            passages += [module.Passage(f"{n}-{version}.txt", "", "", " ".join(text[k:k + 60]))
-                         for k in range(0, len(text), 60)]
+        for version, text in enumerate((words, words[:place] + [f"v{n}w{k}" for k in range(15)] + words[place:])):
+            for part in (" ".join(text[k:k + 60]) for k in range(0, len(text), 60)):
+                name = f"{n}-{version}.txt"
+                if part in whole: repeats.append((name, whole[part]))
+                else:
+                    whole[part] = len(passages)
+                    passages.append(module.Passage(name, "", "", part))
     pairs = [dict(query=f"query {k}", passage=k) for k in range(len(passages))]
-    module.split_step(Adapt(documents="x", pairs="y"), tmp_path, passages, pairs)
+    module.split_step(Adapt(documents="x", pairs="y"), tmp_path, passages, pairs, repeats=repeats)
     number = {passage.text: passage.document.partition("-")[0] for passage in passages}
     rows = [row for table in load_pairs(str(tmp_path/"pairs")).values() for row in table]
     held = {name.partition("-")[0] for name in json.loads((tmp_path/"documents.json").read_text()).values()}
     assert held and not held & {number[text] for row in rows for text in row["positives"]}
+
+
+def test_an_exam_about_five_documents_is_refused():
+    "Four questions about each: no outcome of it could be shown."
+    rows, marks = [dict(query=f"q{n}", positives=[f"text {n*n} of {n}"], negatives=[]) for n in range(480)], []
+    for n in range(480): marks.append(f"d{n//24}")
+    refused(lambda: module.parted(rows, marks, 480, Adapt(documents="x", pairs="y")), "would ask about 5 documents")
 
 
 def test_the_exam_shares_no_document_with_training(tmp_path, quick):
@@ -296,7 +309,8 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     found = dict(verdict=dict(sentence="Better.", queries=10, against="bm25"),
                  systems={"tiny tuned": system, "tiny tuned + BM25": system | dict(weight=0.3), "bm25": system})
     (tmp_path/"model").mkdir()
-    module.export_step(Adapt(**sizes), tmp_path/"model", facts | dict(library="anchor_nb"), found, ["A note."], "tiny tuned + BM25")
+    winner = facts | dict(library="anchor_nb")
+    module.export_step(Adapt(**sizes), tmp_path/"model", winner, found, ["A note."], "tiny tuned + BM25")
     assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
     assert bm25_weight(tmp_path/"model") == 0.3, "what was examined is what is searched with"
     short = Adapt(**sizes | dict(minutes=1e-6))
