@@ -497,7 +497,7 @@ def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the d
     return [f"{label} scored {other['difference'] - gain:.1f} points higher in the exam than what was chosen "
             f"({other['low']:+.1f} to {other['high']:+.1f} against {other['against']}). The development split of {dev} "
             "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
-            for label, other in result["each"].items() if label != chosen and other["difference"] > gain]
+            for label, other in result["each"].items() if label != chosen and other["difference"] > max(gain, 0)]
 
 # %% ../../nbs/release/09_adapt.ipynb #635aab3f
 def without_training(systems: dict, documents: dict = {}) -> list: # as of `exam_step`; -> sentences
