@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CORPORA', 'BUILD', 'LABELLED', 'training_instructions', 'normalise', 'shingles', 'overlap', 'distinct', 'clean',
-           'split', 'write_rows', 'source_of', 'write_notice', 'is_built', 'publish', 'find_corpus', 'build_corpus']
+           'split', 'write_rows', 'source_of', 'write_notice', 'is_built', 'publish', 'build_corpus']
 
 # %% ../../nbs/data/06_corpora.ipynb #acd62035
 import hashlib, json, math, re
@@ -210,20 +210,21 @@ def publish(target: Path,    # the folder to make
         (work / "manifest.json").write_bytes((json.dumps(manifest, indent=1) + "\n").encode())
     return target
 
-# %% ../../nbs/data/06_corpora.ipynb #3d9e2d8c
-def find_corpus(name: str) -> Corpus:
+# %% ../../nbs/data/06_corpora.ipynb #c0a9a3ed
+def corpus_named(name: str) -> Corpus:
     "A corpus by its name; ValueError for an unknown one."
     if name not in CORPORA:
         raise ValueError(f"There is no corpus {name!r}; choose from {', '.join(CORPORA)}")
     return CORPORA[name]
 
+# %% ../../nbs/data/06_corpora.ipynb #3d9e2d8c
 def build_corpus(name: str,                   # a key of `CORPORA`
                  folder: Path | None = None,  # where corpora live; default: `corpora` in the cache
                  negatives: int = 4,          # hard negatives per pair, at most
                  seed: int = 0,               # of the negatives; the split has none
                  ) -> Path:                   # `<folder>/<name>`
     "Build a corpus from its pinned source, or reuse the finished build; ValueError for an unknown name."
-    corpus, archive = find_corpus(name), None
+    corpus, archive = corpus_named(name), None
     if negatives < 0:
         raise ValueError(f"negatives is {negatives}; it must be 0 or more")
     target = Path(folder or cache_dir() / "corpora") / name

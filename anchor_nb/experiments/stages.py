@@ -275,8 +275,8 @@ def check_tasks(stage: str, values: dict):
 
 def check_corpora(stage: str, values: dict):
     "ValueError for a corpus that is not there."
-    from anchor_nb.data.corpora import find_corpus
-    for name in values["corpora"] if stage == "prepare" else (): find_corpus(name)
+    from anchor_nb.data.corpora import corpus_named
+    for name in values["corpora"] if stage == "prepare" else (): corpus_named(name)
 
 def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, checked -> (parameters, run folder)
     "Where a stage will run: its `out`, or the folder that a hash names."

@@ -258,9 +258,9 @@ class Known:
 
     def no_answers(self, row: int) -> list: # of places among the row's own negatives
         "The negatives of a row that no row gives as an answer to its query."
-        numbers, own = self[row], self.own[row]
-        answers = set(numbers[:own]).union(*(documents.tolist() for _, documents in self.others(np.array([row]))))
-        return [place for place, number in enumerate(numbers[own:]) if number not in answers]
+        numbers, count = self[row], self.own[row]
+        answers = set(numbers[:count]).union(*(documents.tolist() for _, documents in self.others(np.array([row]))))
+        return [place for place, number in enumerate(numbers[count:]) if number not in answers]
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #726dbdab
 def pool_texts(db, table: Iterable, pool: Pool, recipe: Mine) -> Known: # db: after `find_answers`

@@ -193,14 +193,15 @@ def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count:
     exam, dev, rest = ([n for n in part if n < count] for part in parts)
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
     if len({rows[n]["query"] for n in exam}) >= FEWEST["exam"] and dev and rest:
-        if (about := len({marks[n] for n in exam})) >= DOCUMENTS: return [exam, dev, rest]
-        raise ValueError(f"the exam would ask about {about} documents, and fewer than {DOCUMENTS} tell nothing, "
+        if (asked := len({marks[n] for n in exam})) >= DOCUMENTS: return [exam, dev, rest]
+        raise ValueError(f"the exam would ask about {asked} documents, and fewer than {DOCUMENTS} tell nothing, "
                          "however many queries; give questions about more documents")
     most, count = Counter(marks).most_common(1)[0]
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
                      f"the exam takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
                      "several files, one a chapter, or give more documents")
 
+# %% ../../nbs/release/09_adapt.ipynb #5a3ed0c5
 def same_documents(passages: list, repeats: list) -> dict: # document -> its name, with how many nearly repeat it
     "Which documents are versions of one another, as wholes."
     wholes = defaultdict(list)
@@ -209,7 +210,8 @@ def same_documents(passages: list, repeats: list) -> dict: # document -> its nam
     if max(map(len, wholes.values())) == 1: return {name: name for name in wholes} # `divide` compares passages
     first = versions({name: " ".join(parts) for name, parts in wholes.items()})
     often = Counter(first.values())
-    return {name: one + f" and {often[one] - 1} that nearly repeat it"*(often[one] > 1) for name, one in first.items()}
+    label = lambda name: name + f" and {often[name] - 1} that nearly repeat it"*(often[name] > 1)
+    return {name: label(first[name]) for name in wholes}
 
 def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences: list = [],
                repeats: list = []) -> dict:
@@ -294,6 +296,7 @@ def best_snapshot(run: str, dev: Retrieval, precision: str,
     scores = {step: dev_score(source, dev, precision, known) for step, source in places.items()}
     return dict(model=places[max(scores, key=scores.get)], snapshots=scores)
 
+# %% ../../nbs/release/09_adapt.ipynb #71aed57e
 TIMED = 4 # steps, of which the first does not count
 
 def step_seconds(base: str, rows: list) -> float:
@@ -301,7 +304,6 @@ def step_seconds(base: str, rows: list) -> float:
     with tempfile.TemporaryDirectory() as place:
         run = train_decoder(base, rows[:BATCH*TIMED], TIMED, Path(place), 0)["run"]
         return fmean(row["seconds"] for row in read_lines(Path(run)/"speed.jsonl")[1:])
-
 
 # %% ../../nbs/release/09_adapt.ipynb #9d8a8acf
 def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # steps, seeds; or why
@@ -504,8 +506,8 @@ def without_training(systems: dict, documents: dict = {}) -> list: # as of `exam
     "What MiniLM and BM25 gain by being used together, where that is the best of what needs no training."
     both = HAVE[-1]
     if best_of(systems, have_of(systems)) != both: return []
-    about = {query: documents.get(query, query) for query in systems[both]["values"]}
-    gains = {label: gap(systems, both, label, about) for label in HAVE[:-1]}
+    groups = {query: documents.get(query, query) for query in systems[both]["values"]}
+    gains = {label: gap(systems, both, label, groups) for label in HAVE[:-1]}
     listed = " and ".join(f"{100*gain.mean:.1f} points on {label} ({100*gain.low:+.1f} to {100*gain.high:+.1f})"
                           for label, gain in gains.items())
     return [f"Without any training, {both} with weight {systems[both]['weight']:g} gains {listed}."]
