@@ -216,6 +216,7 @@ def stubbed(monkeypatch, tmp_path):
     stub("inference.filtering.filter_pairs", {"a": facts})
     stub("experiments.hello.first_look", dict(passages=["a: b"], questions=["who?"], cosines={"tiny": numpy.eye(1)}))
     stub("release.merging.merge_models", dict(tensors=5, bytes=8))
+    stub("data.inspection.unread", [])
     stub("training.plan.report", [])
     stub("training.plan.table", "nothing")
     files = [dict(bytes=8, path="README.md", sha256="ab")]

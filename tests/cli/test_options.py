@@ -69,9 +69,11 @@ def test_a_mistyped_command_is_two_lines(words, message):
 
 
 def test_data_commands_take_their_words_as_stages_do(tmp_path, monkeypatch):
+    from anchor_nb.data import inspection
     from anchor_nb.inference import filtering
     calls = []
     monkeypatch.setattr(filtering, "filter_pairs", lambda *words: calls.append(words) or {})
+    monkeypatch.setattr(inspection, "unread", lambda *_: [])
     rest = ["--out", "kept", "--max_margin", "1"]
     for words in (["x", "--min-margin", "0"], ["--data", "x", "-p", "min_margin=0"]):
         assert invoke("filter", *words, *rest).exit_code == 0
