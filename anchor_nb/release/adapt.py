@@ -557,8 +557,8 @@ def tuned_words(recipe: Adapt, winner: dict) -> dict: # what a card says without
     part = f" The model has {share:.0f} % of the weights after training and the rest of those before."*(share < 100)
     how = (f"Tuned with sentence-transformers (MultipleNegativesRankingLoss, a negative for each pair) on {texts}: "
            f"learning rate {winner['rate']:g}, epoch {best} of {len(winner['epochs']) - 1}, batches of "
-           f"{winner['batch']}, texts cut at {winner['max_length']} tokens, seed {winner['seed']}.{part} Rate, epoch and "
-           "share of weights were chosen on a development split.")
+           f"{winner['batch']}, texts cut at {winner['max_length']} tokens, seed {winner['seed']}.{part} Rate, epoch "
+           "and share of weights were chosen on a development split.")
     again = f"With anchor_nb {__version__}:\n\n```bash\n{as_command(recipe)}\n```"
     return {as_loaded(name): f"This is {name}, tuned by anchor_nb {__version__} on texts of its user.", UNTRAINED: how,
             UNREAD: f"{texts}, given by the user; their licence is not on record.", UNREPEATED: again}
