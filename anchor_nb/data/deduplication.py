@@ -469,13 +469,14 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
     check_dedup(out, threshold, remove, format)
     keep_apart(out, data=data, against=[split_off(folder)[0] for folder in against])
     tests = [read_test(folder, all_documents) for folder in against]
-    hashes = [content_hash(source) for source in find_sources(data).values()] # before they are read
+    sources = find_sources(data)
+    hashes = [content_hash(source) for source in sources.values()] # before they are read
     tables = load_pairs(data, columns=columns)
     if len({test.name for test in tests}) < len(tests):
         raise ValueError(f"two evaluation sets have one name ({', '.join(test.name for test in tests)}); rename one "
                          "folder, or give its task.json another name")
     check_target(out, tables, format, ("report.json",), "tests")
-    for name, table in tables.items() if format == "columns" else (): fits_columns(table, name)
+    for name, table in tables.items() if format == "columns" else (): fits_columns(table, sources[name])
     report, first = {}, 0
     with within(memory), database("", memory, threads) as db:
         seen, gone = look_at(tables, Watch(db, tests, min(threshold, 1.0)), remove)

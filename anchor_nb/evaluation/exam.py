@@ -128,10 +128,10 @@ def verdict(sheet: dict,    # from `sit_exam`
     against = best_of(sheet, have)
     ours, theirs = sheet[delivered]["values"], sheet[against]["values"]
     hits, count = gap(sheet, delivered, against, groups), len(ours)
-    apart, sure = [ours[query] - theirs[query] for query in theirs], sign_flip(ours, theirs, groups) <= LUCK
-    better, worse = hits.low > 0 and sure, hits.high < 0 and sure
+    apart, luck = [ours[query] - theirs[query] for query in theirs], sign_flip(ours, theirs, groups)
+    better, worse = hits.low > 0 and luck <= LUCK, hits.high < 0 and luck <= LUCK
     sources = len({groups[query] for query in ours if query in groups})
-    lucky, few = (hits.low > 0 or hits.high < 0) and not sure, 0 < sources < DOCUMENTS
+    lucky, few = (hits.low > 0 or hits.high < 0) and luck > LUCK, 0 < sources < DOCUMENTS
     needed = 0
     if any(apart) and not (better or worse):
         needed = max(grown(hits, count), count + 1, 2*count*lucky, -(-count*DOCUMENTS//sources) if few else 0)
@@ -144,8 +144,8 @@ def verdict(sheet: dict,    # from `sit_exam`
     elif worse: sentence = f"Not better: keep {against}. It is ahead of {delivered} by {size} {span}."
     elif not any(apart): sentence = f"Not better: keep {against}. {delivered} scores the same on all {count} queries."
     else:
-        why = f"it may be luck, since only {sum(map(bool, apart))} of them differ; "*lucky
-        if few: why = "so few documents tell nothing, whatever they say; "
+        why = f"a sign-flip test finds that it may be luck (p {luck:.2f}); "*lucky
+        if few: why = f"fewer than {DOCUMENTS} documents cannot show a difference; "
         sentence = (f"Not shown to be better: keep {against}. {over.capitalize()} {delivered} scores {size} "
                     f"{'higher' if points[0] > 0 else 'lower'} {span}; {why}an exam of about {needed:,} queries"
                     f"{documents(-(-needed*sources//count))} would be enough to tell.")

@@ -76,7 +76,7 @@ class Steps:
 
 # %% ../../nbs/release/09_adapt.ipynb #28a900ff
 # ours: with fewer, nothing can be told or learned
-FEWEST = dict(documents=10, exam=20, dev_queries=10, train_pairs=16, words=5, sentences=50)
+FEWEST = dict(documents=10, exam_queries=20, dev_queries=10, train_pairs=16, words=5, sentences=50)
 
 def at_home(recipe: Adapt) -> Adapt:
     "The recipe with ~ as the home folder, as a shell would write it."
@@ -171,14 +171,12 @@ def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most
 def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
     "Queries of the exam and of the development split; ValueError where the exam could tell nothing."
     exam, dev = min(recipe.exam_queries, total//4), min(recipe.dev_queries, total//8)
-    for name in ("dev_queries", "train_pairs"):
-        if getattr(recipe, name) < FEWEST[name] and (name == "dev_queries" or recipe.train_pairs):
-            raise ValueError(f"{name}={getattr(recipe, name)} are too few to choose or learn by; ask for at least "
-                             f"{FEWEST[name]}")
-    if recipe.exam_queries < FEWEST["exam"]:
-        raise ValueError(f"exam_queries={recipe.exam_queries} are too few to tell anything; ask for at least "
-                         f"{FEWEST['exam']}")
-    if exam < FEWEST["exam"]:
+    wanted = dict(exam_queries=recipe.exam_queries, dev_queries=recipe.dev_queries,
+                  train_pairs=recipe.train_pairs or FEWEST["train_pairs"]) # 0: all there are
+    for name, size in wanted.items():
+        if size < FEWEST[name]:
+            raise ValueError(f"{name}={size} are too few to tell or learn anything; ask for at least {FEWEST[name]}")
+    if exam < FEWEST["exam_queries"]:
         raise ValueError(f"{total} queries leave an exam of {exam}, too small to tell anything: a difference of 10 "
                          f"points takes about {queries_needed(0.1)} queries, 5 points {queries_needed(0.05)}; the "
                          "exam takes a fourth, so give more pairs or documents")
@@ -192,7 +190,7 @@ def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count:
     except ValueError: parts = [[], [], []]
     exam, dev, rest = ([n for n in part if n < count] for part in parts)
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
-    if len({rows[n]["query"] for n in exam}) >= FEWEST["exam"] and dev and rest:
+    if len({rows[n]["query"] for n in exam}) >= FEWEST["exam_queries"] and dev and rest:
         if (asked := len({marks[n] for n in exam})) >= DOCUMENTS: return [exam, dev, rest]
         raise ValueError(f"the exam would ask about {asked} documents, and fewer than {DOCUMENTS} tell nothing, "
                          "however many queries; give questions about more documents")
@@ -231,7 +229,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     asked = [*exam, *dev]
     together = group_rows([rows[n] for n in asked], [marks[n] for n in asked]) # also by a query with two documents
     write_json(part/"documents.json", {f"q{asked[n]}": marks[asked[group[0]]] for group in together for n in group})
-    held = {marks[n] for n in [*exam, *dev]}
+    held = {marks[n] for n in asked}
     kept = draw(rest, recipe.train_pairs, recipe.seed) # in this order, so that a part of them is a sample
     pool = [text for text, passage in zip(texts, passages) if same[passage.document] not in held]
     surveyed = min(SURVEYED, max(300, 4*len(kept))) # enough to find near ones among
@@ -541,11 +539,11 @@ def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
 # %% ../../nbs/release/09_adapt.ipynb #adc0ca4d
 def as_command(recipe: Adapt) -> str:
     "The command that makes a run again, without paths of this machine."
-    def shown(value):
-        if not isinstance(value, str): return json.dumps(value)
-        return ",".join(public(part.strip(), Path()) for part in value.split(","))
-    given = {f.name: shown(value) for f in fields(recipe) if (value := getattr(recipe, f.name)) != default(f)}
-    places = given.pop("documents"), "--out", given.pop("out", shown(recipe.out))
+    root, given = Path(), {f.name: value for f in fields(recipe) if (value := getattr(recipe, f.name)) != default(f)}
+    if "base" in given: given["base"] = ",".join(public(name.strip(), root) for name in recipe.base.split(","))
+    shown = lambda value: public(value, root) if isinstance(value, str) else json.dumps(value)
+    given = {name: shown(value) for name, value in given.items()}
+    places = given.pop("documents"), "--out", given.pop("out", recipe.out)
     return shlex.join(["anchor-nb", "adapt", *places, *itertools.chain.from_iterable(("-p", f"{name}={value}")
                                                                             for name, value in given.items())])
 

@@ -70,10 +70,9 @@ def kept(recipe: Training, begun: dict) -> dict: # begun: as `begun_with` gives 
 
 # %% ../../nbs/training/06_defaults.ipynb #9ad642dc
 LEAST = 100 # steps, in several passes over a small dataset: with 50, 2 to 5 points of nDCG@10 are lost
-
 PASSES = 10 # over the pairs, at most, that `paper` may take on a GPU where nobody has said how many steps
 
-def on_a_gpu(recipe: Training, rows: int) -> tuple: # rows: of all datasets -> (preset, its steps; 0: as it has them)
+def auto_on_gpu(recipe: Training, rows: int) -> tuple: # rows: of all datasets -> (preset, its steps; 0: as it has them)
     "What `auto` means on a GPU: the paper's settings, with fewer steps for fewer pairs; `laptop` where few are left."
     limits = read_preset("paper", type(recipe).__name__.lower())
     most = PASSES*rows//(recipe.global_batch or limits["global_batch"])
@@ -85,7 +84,7 @@ def preset_of(recipe: Training, rows: int) -> tuple: # (laptop or paper, its ste
     if recipe.preset != "auto": return recipe.preset, 0, "as asked for"
     from anchor_nb.models.attention import on_gpu
     if not on_gpu(): return "laptop", 0, "no GPU here"
-    name, steps = on_a_gpu(recipe, rows)
+    name, steps = auto_on_gpu(recipe, rows)
     if name == "laptop": return name, 0, "too few pairs for the paper's batches"
     return name, steps, "on a GPU" + f", {PASSES} passes over the pairs"*(steps > 0)
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from ..core.presets import read_preset
 from ..core.recipe import RECIPES
-from .defaults import on_a_gpu, values_from
+from .defaults import auto_on_gpu, values_from
 from .flops import Shape, find_shape
 from .memory import (ON_CPU, TARGETS, Setup, Work, choose, describe, free_memory, matrix_rate,
                                        memory)
@@ -84,7 +84,7 @@ def sizes(machine: Machine, stage: str, pairs: Pairs,
           given: dict) -> dict: # preset, steps, global_batch, max_length
     "The size of a run on a machine, as training would choose it where texts are as long as the preset allows."
     recipe = RECIPES[stage](**{name: value for name, value in given.items() if value})
-    preset, steps = on_a_gpu(recipe, pairs.rows or 10**9) if machine.gpus else ("laptop", 0) # that `auto` means there
+    preset, steps = auto_on_gpu(recipe, pairs.rows or 10**9) if machine.gpus else ("laptop", 0) # as `auto` there
     limits, recipe = read_preset(preset, stage), replace(recipe, steps=recipe.steps or steps)
     rows = pairs.rows or limits["steps"]*(recipe.global_batch or limits["global_batch"]) # as many as it has time for
     decided = values_from(limits, recipe, [rows], [])

@@ -216,7 +216,7 @@ def stubbed(monkeypatch, tmp_path):
     stub("inference.filtering.filter_pairs", {"a": facts})
     stub("experiments.hello.first_look", dict(passages=["a: b"], questions=["who?"], cosines={"tiny": numpy.eye(1)}))
     stub("release.merging.merge_models", dict(tensors=5, bytes=8))
-    stub("data.inspection.unread", [])
+    stub("data.inspection.unread", ["doc"])
     stub("training.plan.report", [])
     stub("training.plan.table", "nothing")
     files = [dict(bytes=8, path="README.md", sha256="ab")]
@@ -247,6 +247,7 @@ def test_an_answer_is_one_json_object_if_asked_for_and_a_few_lines_if_not(name, 
     assert past_python.out == "" and ("from a process" in past_python.err) == (name != "recipes")
     shown = invoke(*stubbed[name])
     assert shown.exit_code == 0 and not any(line.startswith("{") for line in shown.stdout.splitlines()), shown.output
+    assert ("which have no such field: doc" in shown.stdout) == (name in ("dedup", "filter"))
 
 
 def test_every_command_that_has_json_is_tried():
@@ -312,11 +313,13 @@ def test_a_corpus_is_encoded_from_a_shell_and_gone_on_with(tmp_path):
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    "The whole pipeline on a tiny model and toy text, from a shell."
+    "The whole pipeline on a tiny model and toy text, from a shell; stage1.yaml has the settings of its stage I."
     folder = tmp_path_factory.mktemp("smoke")
     result = shell("pipeline", "--preset", "smoke", "--out", "runs/all", "-p", "stage2.steps=4", "-p", "stage1.steps=4",
                    cwd=folder)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    step = next(step for step in pipeline.plan("smoke", "runs/all", {"stage1.steps": 4}) if step.name == "stage1")
+    (folder/"stage1.yaml").write_text(yaml.safe_dump(step.parameters))
     return folder, result.stdout
 
 
@@ -344,8 +347,6 @@ def test_a_finished_stage_is_not_run_again(smoke):
     folder, _ = smoke
     metrics = folder/"runs/all/stage1/metrics.jsonl"
     before = metrics.stat().st_mtime_ns, runs.read_manifest(folder/"runs/all/stage1")
-    step = next(step for step in pipeline.plan("smoke", "runs/all", {"stage1.steps": 4}) if step.name == "stage1")
-    (folder/"stage1.yaml").write_text(yaml.safe_dump(step.parameters))
     assert shell("stage1", "-f", "stage1.yaml", cwd=folder).returncode == 0
     assert (metrics.stat().st_mtime_ns, runs.read_manifest(folder/"runs/all/stage1")) == before
 

@@ -161,9 +161,9 @@ def test_versions_of_a_document_are_on_one_side(tmp_path, place):
 
 
 def test_an_exam_about_five_documents_is_refused():
-    "Four questions about each: no outcome of it could be shown."
-    rows, marks = [dict(query=f"q{n}", positives=[f"text {n*n} of {n}"], negatives=[]) for n in range(480)], []
-    for n in range(480): marks.append(f"d{n//24}")
+    "Twenty-four questions about each: no outcome of it could be shown."
+    rows = [dict(query=f"q{n}", positives=[f"text {n*n} of {n}"], negatives=[]) for n in range(480)]
+    marks = [f"d{n//24}" for n in range(480)]
     refused(lambda: module.parted(rows, marks, 480, Adapt(documents="x", pairs="y")), "would ask about 5 documents")
 
 
@@ -191,6 +191,8 @@ def test_what_is_searched_is_what_the_exam_scored(tmp_path, quick):
 
 
 @pytest.mark.parametrize("more, message", [(dict(exam_queries=5), "exam_queries=5 are too few"),
+                                           (dict(dev_queries=9), "dev_queries=9 are too few"),
+                                           (dict(train_pairs=15), "train_pairs=15 are too few"),
                                            (dict(pairs="nosuch.jsonl"), "pairs='nosuch.jsonl' is neither")])
 def test_what_the_settings_alone_say_is_wrong(tmp_path, quick, more, message):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")

@@ -6,7 +6,6 @@
     python nbs/results/carry/gates.py say wordnet kept_sink # what it writes from anchors of pairs kept out
     python nbs/results/carry/gates.py cost              # what measuring takes of the time
     python nbs/results/carry/gates.py parts             # the recipe with one part less each: 40 steps in bf16
-    python nbs/results/carry/gates.py elsewhere foldoc  # the recipe on pairs of another corpus: debian, foldoc, wiki
     python nbs/results/carry/gates.py ablations 12      # on a GPU: every arm, and larger batches, 12 at a time
 """
 import hashlib
@@ -213,23 +212,6 @@ def parts(*names):
         arm("wordnet", which, 40, json.dumps(more), pairs=0)
 
 
-LONGER = dict(max_length=96, steps=100, anchor_after=30, precision="bf16") # than the demo's
-
-
-def elsewhere(name, more="{}"):
-    "The demo's stage I on the pairs of another corpus, measured as it goes on 64 pairs that it never draws."
-    from anchor_nb import Stage1, train
-    from anchor_nb.core.presets import preset
-    from anchor_nb.data.corpora import build_corpus
-    from anchor_nb.runs.provenance import code_version
-    out, began, about = ROOT/name/"demo", time.process_time(), LONGER | json.loads(more)
-    train(Stage1(**preset("demo", "stage1") | dict(data=str(build_corpus(name)/"pairs"), out=str(out), carry_pairs=64,
-                                                   carry_steps=20) | about))
-    for line in open(out/"carried.jsonl", encoding="utf-8"):
-        keep("elsewhere.jsonl", dict(data=name, settings=about, code=code_version()) | json.loads(line))
-    print(f"{(time.process_time() - began)/60:.1f} CPU minutes")
-
-
 ON_GPU = dict(precision="bf16", micro_tokens=16384, steps=300, carry_steps=75, workers=0)
 BAGS = json.dumps(ON_GPU | dict(steps=60)) # what the arms that start from bags start from
 LARGER = [dict(global_batch=size, learning_rate=rate)
@@ -249,6 +231,5 @@ def ablations(jobs, *names):
     with ThreadPoolExecutor(int(jobs)) as pool: list(pool.map(lambda one: run(*one), todo))
 
 
-WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost, parts=parts, elsewhere=elsewhere,
-            ablations=ablations)
+WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost, parts=parts, ablations=ablations)
 if __name__ == "__main__": WHAT[sys.argv[1]](*sys.argv[2:])
