@@ -21,7 +21,7 @@ class LanguageBatch(ReconstructionBatch):
 
 class LanguageModelling(Anchor):
     "Next-token prediction on both texts of a pair, laid out and weighted as in stage I."
-    names = dict(q2d="documents", d2q="queries") # what is decoded
+    names, reads = dict(q2d="documents", d2q="queries"), "" # what is decoded; nothing is encoded
 
     def pack(self, pairs: list) -> LanguageBatch: return LanguageBatch(*super().pack(pairs))
 

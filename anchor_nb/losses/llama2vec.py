@@ -44,12 +44,12 @@ def padded(bags: list) -> Tensor: # [texts, largest bag]
 
 # %% ../../nbs/losses/01_llama2vec.ipynb #db63e505
 class Bag(NamedTuple):
-    "A text, and the tokens that its vector has to predict."
-    text: tuple # `prompts.Tokens`
-    bag: list   # distinct token ids
+    "A pair, and the tokens that the vector of each of its texts has to predict."
+    texts: tuple # of two `prompts.Tokens`
+    bags: tuple  # of two lists of distinct token ids
 
 class BagBatch(NamedTuple):
-    "A micro-batch of texts with their bags."
+    "A micro-batch of texts with their bags: queries, then documents."
     packed: Packed
     bags: Tensor # [texts, largest bag], padded with -1
 
@@ -75,18 +75,22 @@ class Bags:
 
     def check(self, lm): check_head(lm)
     def prepare(self, pairs: list, step: int) -> list:
-        return [Bag(text, bag_of(other if self.swap else text)) for pair in pairs
-                for text, other in zip(pair, pair[::-1])]
-    def counts(self, items: list) -> list: return [len(items)]
-    def lengths(self, items: list) -> list: return [len(item.text.ids) for item in items]
+        return [Bag(pair, tuple(map(bag_of, pair[::-1] if self.swap else pair))) for pair in pairs]
+    def counts(self, items: list) -> list: return [2*len(items)]
+    def lengths(self, items: list) -> list: return [sum(len(text.ids) for text in item.texts) for item in items]
     def pack(self, items: list) -> BagBatch:
-        return BagBatch(pack_texts([item.text for item in items]), padded([item.bag for item in items]))
+        sides = lambda both: [part for side in zip(*both) for part in side]
+        return BagBatch(pack_texts(sides(item.texts for item in items)), padded(sides(item.bags for item in items)))
 
-    def loss(self, lm, batch: BagBatch, totals: Tensor) -> tuple: # (share, [1] the same for the log)
+    @property
+    def reads(self) -> str: return self.pooling # see `objectives.Together`
+    def passes(self, lm, batch: BagBatch) -> tuple: return (vectors(lm, batch.packed, self.pooling),)
+    def loss_from(self, lm, states: tuple, batch: BagBatch, totals: Tensor) -> tuple: # (share, [1] the same for the log)
         "This micro-batch's share of the mean over all texts of the step."
-        states = vectors(lm, batch.packed, self.pooling)
-        share = bag_loss(states[:, None], lm.get_output_embeddings().weight, batch.bags).sum()/totals[0]
+        share = bag_loss(states[0][:, None], lm.get_output_embeddings().weight, batch.bags).sum()/totals[0]
         return share, share.detach()[None]
+    def loss(self, lm, batch: BagBatch, totals: Tensor) -> tuple:
+        return self.loss_from(lm, self.passes(lm, batch), batch, totals)
 
 # %% ../../nbs/losses/01_llama2vec.ipynb #1399ea15
 class Prompted(NamedTuple):

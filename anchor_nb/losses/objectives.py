@@ -7,6 +7,7 @@ __all__ = ['make_objectives', 'prepare_all', 'Objectives', 'to_device', 'run_pie
 
 # %% ../../nbs/losses/10_objectives.ipynb #88f8bd36
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core.distributed import all_reduce, world
@@ -70,6 +71,50 @@ def prepare_all(objectives: list, # as `make_objectives` gives them
     return {name: (objective.prepare(pairs, step), weights[name]) for name, objective, _ in objectives
             if weights.get(name)}
 
+# %% ../../nbs/losses/10_objectives.ipynb #d0b60627
+class SharedBatch(NamedTuple):
+    "A micro-batch of pairs for several objectives: what each has packed, and what it weighs."
+    batches: tuple
+    weights: tuple
+
+    @property
+    def tokens(self) -> int: return max(batch.tokens for batch in self.batches) # that go through the layers
+
+class Together:
+    "Objectives that read the same vectors, as one: the first one's passes serve all."
+    coupled = False
+    def __init__(self, objectives: list, weights: list): # `Anchor`, if it is among them, first
+        self.objectives, self.weights = objectives, weights
+        self.parts = {part: weight*share for one_of, weight in zip(objectives, weights)
+                      for part, share in one_of.parts.items()}
+        self.counted = tuple(name for one_of in objectives for name in one_of.counted)
+
+    def counts(self, items: list) -> list: # items: for each pair, what each objective has made of it
+        return [count for one_of, some in zip(self.objectives, zip(*items)) for count in one_of.counts(some)]
+    def lengths(self, items: list) -> list: return self.objectives[0].lengths([some[0] for some in items])
+    def pack(self, items: list) -> SharedBatch:
+        packed = [one_of.pack(list(some)) for one_of, some in zip(self.objectives, zip(*items))]
+        return SharedBatch(tuple(packed), tuple(self.weights))
+
+    def loss(self, lm, batch: SharedBatch, totals: Tensor) -> tuple: # (weighted share, all parts for the log)
+        "This micro-batch's share of the weighted sum."
+        states = self.objectives[0].passes(lm, batch.batches[0])
+        totals = totals.split([len(one_of.counted) for one_of in self.objectives])
+        shares, parts = zip(*[one_of.loss_from(lm, states, *given) for one_of, *given in
+                              zip(self.objectives, batch.batches, totals)])
+        return sum(weight*share for weight, share in zip(self.weights, shares)), torch.cat(parts)
+
+def put_together(objectives: list, items: dict) -> list: # of (name or names, objective, items, weight)
+    "The objectives of a step, those that read the same vectors as one; items: as `prepare_all` gives them."
+    present = [(name, objective, *items[name]) for name, objective, _ in objectives if name in items]
+    reads = lambda entry: getattr(entry[1], "reads", "")
+    shared = [entry for entry in present if reads(entry) and sum(map(reads(entry).__eq__, map(reads, present))) > 1]
+    if not shared: return present
+    names, several, some, weights = zip(*sorted(shared, key=lambda entry: not isinstance(entry[1], Anchor)))
+    rest = [entry for entry in present if entry not in shared]
+    return [*rest, (names, Together(several, weights), list(zip(*some)), 1.0)]
+
+
 # %% ../../nbs/losses/10_objectives.ipynb #32dd6926
 class Objectives(nn.Module):
     "A causal language model with the objectives it is trained on; ValueError when one does not fit it."
@@ -81,19 +126,22 @@ class Objectives(nn.Module):
         if not any(o.uses_head for o in self.objectives.values()) and head is not lm.get_input_embeddings().weight:
             head.requires_grad_(False)
 
-    def forward(self, name: str, batch,
+    def forward(self, name: str | tuple, batch, # several names: see `Together`
                 totals: Tensor | None = None,
                 work=None): # (lm, batch, objective) -> what is wanted instead of a loss
         "A micro-batch's share of an objective's loss, (share, parts); of coupled objectives, its vectors."
-        objective = self.objectives[name]
+        if isinstance(name, tuple): objective = Together([self.objectives[part] for part in name], batch.weights)
+        else: objective = self.objectives[name]
         if work: return work(self.lm, batch, objective)
         return objective.embed(self.lm, batch) if objective.coupled else objective.loss(self.lm, batch, totals)
 
 # %% ../../nbs/losses/10_objectives.ipynb #1ddbaee2
 def to_device(batch, device): # a NamedTuple of tensors, packed batches and plain values
     "A batch of tensors on a device."
-    move = lambda part: part.to(device) if hasattr(part, "to") else part
-    return type(batch)(*map(move, batch))
+    if hasattr(batch, "to"): return batch.to(device)
+    if not isinstance(batch, tuple): return batch
+    moved = [to_device(part, device) for part in batch]
+    return type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)
 
 def run_pieces(model, name: str, objective, items: list, weight: float, cut, backward, sync,
                device) -> tuple: # (parts, counts, tokens, most tokens of a piece)
@@ -138,7 +186,7 @@ def run_objectives(model, objectives: list, # the (wrapped) module, and what `ma
                    device) -> dict:
     "Leave the gradient of the global batch's loss in the model."
     facts, loss, tokens, largest = {}, 0, 0, 0
-    present = [(name, objective, *items[name]) for name, objective, _ in objectives if name in items]
+    present = put_together(objectives, items)
     for k, (name, objective, some, weight) in enumerate(present, 1):
         run = run_coupled if objective.coupled else run_pieces
         parts, totals, count, most = run(model, name, objective, some, weight, cut, backward,

@@ -230,8 +230,14 @@ class Anchor:
     def counts(self, pairs: list) -> list: return count_targets(pairs, self.rules, self.eos, self.directions)
     def lengths(self, pairs: list) -> list: return [len(query.ids) + len(document.ids) for query, document, *_ in pairs]
     def pack(self, pairs: list) -> ReconstructionBatch: return pack_pairs(pairs, self.rules, self.eos, self.directions)
+    @property
+    def reads(self) -> str: # the pooling, if these are the vectors of all texts; see `objectives.Together`
+        return self.pooling*(self.rules.anchor_norm and len(self.directions) == 2)
+    def passes(self, lm, batch: ReconstructionBatch) -> tuple: return both_passes(lm, batch, self.pooling, self.rules)
+    def loss_from(self, lm, states: tuple, batch: ReconstructionBatch, totals: Tensor) -> tuple:
+        return directed_loss(states[1], lm, batch, totals, self.alpha, self.chunk)
     def loss(self, lm, batch: ReconstructionBatch, totals: Tensor) -> tuple:
-        return reconstruction_loss(lm, batch, totals, self.alpha, self.pooling, self.chunk, self.rules)
+        return self.loss_from(lm, self.passes(lm, batch), batch, totals)
 
 # %% ../../nbs/losses/00_reconstruction.ipynb #66a9e862
 def directed_loss(hidden: Tensor,  # [targets, hidden], states that predict the batch's targets
@@ -244,6 +250,18 @@ def directed_loss(hidden: Tensor,  # [targets, hidden], states that predict the 
     loss, losses = head_loss(hidden, lm.get_output_embeddings().weight, batch.targets, scale, chunk)
     return loss, torch.stack([part.sum() for part in losses.split(batch.counts)])/totals
 
+def both_passes(lm, batch: ReconstructionBatch, pooling: str,
+                rules: DecodeRules) -> tuple: # (a vector of each encoded text, the decoder's states before its targets)
+    "Encode all texts, and decode behind their anchors; [texts, hidden] and [targets, hidden]."
+    tokens, trunk = len(batch.encode.ids), trunk_of(lm)
+    # one lookup for both passes: the gradient of each is as large as the vocabulary
+    embeddings = lm.get_input_embeddings()(torch.cat([batch.encode.ids, batch.decode.ids]))
+    states = vectors(lm, batch.encode, pooling, embeddings[:tokens], rules.anchor_norm)
+    anchors = (rules.anchor_scale*states).to(embeddings.dtype)
+    decode = embeddings[tokens:].index_copy(0, batch.places, anchors)
+    hidden = run_packed(trunk, batch.decode, decode, batch.visible, causal=True)
+    return states, hidden.index_select(0, batch.rows)
+
 def reconstruction_loss(lm,             # a causal language model from `load_backbone`
                         batch: ReconstructionBatch,
                         totals: Tensor, # [directions] targets of Q2D and D2Q in the whole global batch
@@ -251,13 +269,7 @@ def reconstruction_loss(lm,             # a causal language model from `load_bac
                         rules: DecodeRules = DecodeRules(),
                        ) -> tuple:      # (loss, [directions] loss in nats per token)
     "This micro-batch's share of the global loss; shares add up."
-    tokens, trunk = len(batch.encode.ids), trunk_of(lm)
-    # one lookup for both passes: the gradient of each is as large as the vocabulary
-    embeddings = lm.get_input_embeddings()(torch.cat([batch.encode.ids, batch.decode.ids]))
-    anchors = rules.anchor_scale*vectors(lm, batch.encode, pooling, embeddings[:tokens], rules.anchor_norm)
-    decode = embeddings[tokens:].index_copy(0, batch.places, anchors.to(embeddings.dtype))
-    hidden = run_packed(trunk, batch.decode, decode, batch.visible, causal=True).index_select(0, batch.rows)
-    return directed_loss(hidden, lm, batch, totals, alpha, chunk)
+    return directed_loss(both_passes(lm, batch, pooling, rules)[1], lm, batch, totals, alpha, chunk)
 
 # %% ../../nbs/losses/00_reconstruction.ipynb #007d21b3
 class Reconstruction(nn.Module):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from ..core.distributed import all_reduce, of_first_rank, world
 from ..losses.negatives import format_examples
+from ..losses.objectives import put_together
 from ..data.rows import examples
 from ..runs.manifest import command_line
 from .flops import shape_of
@@ -36,10 +37,8 @@ def part_of(steps: Steps, number: int, pairs: int): # -> what `steps.step.run` t
 def tokens_in(step, items) -> int:
     "The tokens that a step would count for such items, without running it."
     if not hasattr(step, "objectives"): return sum(len(text.ids) for text in items.texts)
-    present = [(objective, items[name][0]) for name, objective, _ in step.objectives if name in items]
-    counts = [sum(len(text.ids) for text in objective.texts(some)) if objective.coupled else
-              objective.pack(some).tokens for objective, some in present]
-    return sum(counts)
+    return sum(sum(len(text.ids) for text in objective.texts(some)) if objective.coupled else
+               objective.pack(some).tokens for _, objective, some, _ in put_together(step.objectives, items))
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be008
 @dataclass(frozen=True)
