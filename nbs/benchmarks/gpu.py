@@ -411,7 +411,8 @@ PARTS = [
     Part("b", "stage2 135m", bench_rows, 180, dict(SECOND, bench="stage2", model=SMALL, batches=[128]), DRY_SECOND,
          (ST, "datasets")),
     Part("b", "encode 135m", encode_speed_rows, 120, dict(TEXTS, model=SMALL), DRY_TEXTS, (ST,)),
-    Part("b", "encode 1b", encode_speed_rows, 120, dict(TEXTS, model=BIG, mixes=["mixed"]), DRY_TEXTS, (ST,)),
+    Part("b", "encode 1b", encode_speed_rows, 120, dict(TEXTS, model=BIG, mixes=["mixed"], texts=1024),
+         DRY_TEXTS, (ST,)),
     Part("b", "stage2 1b", bench_rows, 60, dict(SECOND, bench="stage2", model=BIG, batches=[64], ways=(OURS,),
                                                 rounds=1), DRY_SECOND),
     Part("b", "micro-batches 1b", swept_rows, 150, dict(

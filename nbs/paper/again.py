@@ -55,8 +55,8 @@ RUNGS = dict(
                                                  save_steps=50),
                  stage2=WORDNET["stage2"] | dict(steps=150, global_batch=16, snapshot_steps=150, save_steps=75)),
     gpu=dict(SMOLLM2,
-             stage1=WORDNET["stage1"] | dict(learning_rate=3e-4, steps=250, global_batch=64, warmup_steps=20,
-                                             carry_steps=125, **LARGE),
+             stage1=WORDNET["stage1"] | dict(learning_rate=3e-4, steps=125, global_batch=64, warmup_steps=20,
+                                             **LARGE),
              stage2=WORDNET["stage2"] | dict(steps=200, global_batch=64, snapshot_steps=100, **LARGE)))
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None) # own pairs, strangers, no stage I
 
@@ -192,24 +192,32 @@ def tune_one(rung, data, kept, arm, *values):
                                     half_way=score(place/f"snapshots/step-{half}")), kept)
 
 
-def tune(rung, arms="ASW", kept=KEPT, jobs=1):
-    "Stage II at every rate and temperature, each arm alike, seed 0, scored on pairs that no test uses."
-    data = start(rung, dev=True)
-    side_by_side(partial(first_stage, rung), [(arm, 0, data[0]) for arm in arms], jobs)
+def untuned(rung, arms, kept):
+    "(arm, rate, temperature) of what `tune` has yet to try."
     done = {tuple(row[name] for name in ("arm", *GRID)) for row in rows_of(kept/"again-tuning.jsonl")
             if row["rung"] == rung}
-    grid = RUNGS[rung].get("grid", GRID)
-    todo = [one for one in product(arms, *grid.values()) if one not in done]
+    return [one for one in product(arms, *RUNGS[rung].get("grid", GRID).values()) if one not in done]
+
+
+def missing(rung, seeds, arms, kept):
+    "(arm, seed) of the runs that have yet to be made, seed by seed, so that what is there is balanced."
+    last = RUNGS[rung]["stage2"]["steps"]
+    done = {(row["arm"], row["seed"]) for row in rows_of(kept/"again.jsonl")
+            if row["rung"] == rung and row["step"] == last}
+    return [(arm, seed) for seed, arm in product(seeds, arms) if (arm, seed) not in done]
+
+
+def tune(rung, arms="ASW", kept=KEPT, jobs=1):
+    "Stage II at every rate and temperature, each arm alike, seed 0, scored on pairs that no test uses."
+    data, todo = start(rung, dev=True), untuned(rung, arms, kept)
+    side_by_side(partial(first_stage, rung), [(arm, 0, data[0]) for arm in dict.fromkeys(arm for arm, *_ in todo)], jobs)
     side_by_side(partial(tune_one, rung, data, kept), todo, jobs)
 
 
 def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
-    "Every arm with every seed, seed by seed, so that what is there is balanced whenever it stops."
-    data, last = start(rung), RUNGS[rung]["stage2"]["steps"]
-    done = {(row["arm"], row["seed"]) for row in rows_of(kept/"again.jsonl")
-            if row["rung"] == rung and row["step"] == last}
-    todo = [(arm, seed, data, kept) for seed, arm in product(seeds, arms) if (arm, seed) not in done]
-    side_by_side(partial(run_one, rung), todo, jobs)
+    "Every arm with every seed."
+    data = start(rung)
+    side_by_side(partial(run_one, rung), [(*one, data, kept) for one in missing(rung, seeds, arms, kept)], jobs)
 
 
 def start(rung, dev=False):
@@ -220,9 +228,10 @@ def start(rung, dev=False):
 
 
 def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
-    "Stage I of all seeds first, so that no process waits for another; then `tune` and `run`."
-    pairs = start(rung)[0]
-    side_by_side(partial(first_stage, rung), [(arm, seed, pairs) for seed, arm in product((0, *seeds), arms)], jobs)
+    "Stage I of all that is missing first, so that no process waits for another; then `tune` and `run`."
+    first = [(arm, 0) for arm in dict.fromkeys(arm for arm, *_ in untuned(rung, arms, kept))]
+    todo, pairs = first + missing(rung, seeds, arms, kept), start(rung)[0]
+    side_by_side(partial(first_stage, rung), [(*one, pairs) for one in todo], jobs)
     tune(rung, arms, kept, jobs)
     run(rung, seeds, arms, kept, jobs)
 
