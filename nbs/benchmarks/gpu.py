@@ -524,13 +524,18 @@ def main(words: list | None = None):
     parser.add_argument("--minutes", type=float, default=25, help="for everything; the experiment gets what is left")
     parser.add_argument("--rows", type=Path, help="the file of rows; default: results/gpu.jsonl, or runs/gpu/dry.jsonl")
     parser.add_argument("--stages", default="abcd", help="such as ab")
+    parser.add_argument("--parts", default="", help="such as 'encode 1b, compile 1b'; default: all of the stages")
     parser.add_argument("--short", action="store_true", help="the few parts that the tests run")
     asked = parser.parse_args(words)
     dry = asked.device == "cpu"
     if dry: os.environ |= dict(ACCELERATE_USE_CPU="1", CUDA_VISIBLE_DEVICES="")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     rows = asked.rows or (ROOT/"runs"/"gpu"/"dry.jsonl" if dry else ROWS)
-    parts = [part for part in PARTS if part.stage in asked.stages and (not asked.short or part.name in SHORT)]
+    only = [name.strip() for name in asked.parts.split(",") if name.strip()] or [part.name for part in PARTS]
+    if unknown := set(only) - {part.name for part in PARTS}:
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in PARTS)}")
+    parts = [part for part in PARTS if part.stage in asked.stages and part.name in only
+             and (not asked.short or part.name in SHORT)]
     run(parts, rows, dry, asked.minutes, lambda text: print(text, flush=True))
     print("\n" + as_page(read_rows(rows), PARTS, STAGES) + f"\n\nrows: {rows}")
 

@@ -49,6 +49,14 @@ def test_the_short_dry_run_measures_goes_on_where_it_was_and_shows_the_page(tmp_
     assert again.count("done before") == len(gpu.SHORT) and read_rows(rows) == kept
 
 
+def test_some_parts_alone(tmp_path, command, capsys):
+    rows = tmp_path/"rows.jsonl"
+    command("--device", "cpu", "--parts", "matrix rate, kernels", "--rows", rows)
+    assert set(last_runs(read_rows(rows))) == {"matrix rate", "kernels"}
+    with pytest.raises(SystemExit): command("--device", "cpu", "--parts", "kernel", "--rows", rows)
+    assert "no part kernel; there are kernels," in capsys.readouterr().err
+
+
 @pytest.mark.ranks
 @pytest.mark.registry
 def test_the_whole_dry_run_does_every_part(tmp_path, command):
