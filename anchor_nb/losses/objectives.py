@@ -108,11 +108,13 @@ def put_together(objectives: list, items: dict) -> list: # of (name or names, ob
     "The objectives of a step, those that read the same vectors as one; items: as `prepare_all` gives them."
     present = [(name, objective, *items[name]) for name, objective, _ in objectives if name in items]
     reads = lambda entry: getattr(entry[1], "reads", "")
-    shared = [entry for entry in present if reads(entry) and sum(map(reads(entry).__eq__, map(reads, present))) > 1]
-    if not shared: return present
-    names, several, some, weights = zip(*sorted(shared, key=lambda entry: not isinstance(entry[1], Anchor)))
-    rest = [entry for entry in present if entry not in shared]
-    return [*rest, (names, Together(several, weights), list(zip(*some)), 1.0)]
+    for pooling in dict.fromkeys(reads(entry) for entry in present if reads(entry)):
+        shared = [entry for entry in present if reads(entry) == pooling]
+        if len(shared) < 2: continue
+        names, several, some, weights = zip(*sorted(shared, key=lambda entry: not isinstance(entry[1], Anchor)))
+        present = [entry for entry in present if entry not in shared]
+        present.append((names, Together(several, weights), list(zip(*some)), 1.0))
+    return present
 
 
 # %% ../../nbs/losses/10_objectives.ipynb #32dd6926

@@ -17,6 +17,19 @@ def test_two_processes_train_several_objectives_as_one_does(tmp_path):
         assert two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_processes_share_an_encoding_as_one_does(tmp_path, sharding):
+    "Bags alone, then the anchor with them: what is shared changes in the middle of the run."
+    settings = dict(objectives=dict(ebar=0.3, anchor=1.0, ebae=0.3), anchor_after=2, word_dropout=0.3, precision="fp64",
+                    steps=4)
+    train(recipe(Stage1, tmp_path/"one", micro_tokens=10_000, **settings))
+    run(recipe(Stage1, tmp_path/"two", micro_tokens=150, processes=2, sharding=sharding, **settings))
+    for one, two in zip(rows(tmp_path/"one"), rows(tmp_path/"two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
+    assert "loss_q2d" not in rows(tmp_path/"one")[1] and "loss_q2d" in rows(tmp_path/"one")[2]
+
+
 def test_cached_gradients_and_pieces_in_one_step_of_two_processes(tmp_path):
     "SimCSE does not reach the head, so it goes before anchor; `finish` compares the ranks' weights."
     run(recipe(Stage1, tmp_path/"run", objectives=dict(anchor=1.0, simcse=0.5), attention_dropout=0.3, processes=2,
