@@ -85,8 +85,8 @@ class Bags:
     @property
     def reads(self) -> str: return self.pooling # see `objectives.Together`
     def passes(self, lm, batch: BagBatch) -> tuple: return (vectors(lm, batch.packed, self.pooling),)
-    def loss_from(self, lm, states: tuple, batch: BagBatch, totals: Tensor) -> tuple: # (share, [1] the same for the log)
-        "This micro-batch's share of the mean over all texts of the step."
+    def loss_from(self, lm, states: tuple, batch: BagBatch, totals: Tensor) -> tuple:
+        "This micro-batch's share of the mean over all texts of the step, twice: for the gradient and the log."
         share = bag_loss(states[0][:, None], lm.get_output_embeddings().weight, batch.bags).sum()/totals[0]
         return share, share.detach()[None]
     def loss(self, lm, batch: BagBatch, totals: Tensor) -> tuple:

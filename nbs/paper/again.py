@@ -210,7 +210,8 @@ def missing(rung, seeds, arms, kept):
 def tune(rung, arms="ASW", kept=KEPT, jobs=1):
     "Stage II at every rate and temperature, each arm alike, seed 0, scored on pairs that no test uses."
     data, todo = start(rung, dev=True), untuned(rung, arms, kept)
-    side_by_side(partial(first_stage, rung), [(arm, 0, data[0]) for arm in dict.fromkeys(arm for arm, *_ in todo)], jobs)
+    first = [(arm, 0, data[0]) for arm in dict.fromkeys(arm for arm, *_ in todo)]
+    side_by_side(partial(first_stage, rung), first, jobs)
     side_by_side(partial(tune_one, rung, data, kept), todo, jobs)
 
 
