@@ -78,29 +78,29 @@ class SharedBatch(NamedTuple):
     weights: tuple
 
     @property
-    def tokens(self) -> int: return max(batch.tokens for batch in self.batches) # that go through the layers
+    def tokens(self) -> int: return self.batches[0].tokens # that go through the layers
 
 class Together:
     "Objectives that read the same vectors, as one: the first one's passes serve all."
     coupled = False
     def __init__(self, objectives: list, weights: list): # `Anchor`, if it is among them, first
         self.objectives, self.weights = objectives, weights
-        self.parts = {part: weight*share for one_of, weight in zip(objectives, weights)
-                      for part, share in one_of.parts.items()}
-        self.counted = tuple(name for one_of in objectives for name in one_of.counted)
+        self.parts = {part: weight*share for objective, weight in zip(objectives, weights)
+                      for part, share in objective.parts.items()}
+        self.counted = tuple(name for objective in objectives for name in objective.counted)
 
     def counts(self, items: list) -> list: # items: for each pair, what each objective has made of it
-        return [count for one_of, some in zip(self.objectives, zip(*items)) for count in one_of.counts(some)]
+        return [count for objective, some in zip(self.objectives, zip(*items)) for count in objective.counts(some)]
     def lengths(self, items: list) -> list: return self.objectives[0].lengths([some[0] for some in items])
     def pack(self, items: list) -> SharedBatch:
-        packed = [one_of.pack(list(some)) for one_of, some in zip(self.objectives, zip(*items))]
+        packed = [objective.pack(list(some)) for objective, some in zip(self.objectives, zip(*items))]
         return SharedBatch(tuple(packed), tuple(self.weights))
 
     def loss(self, lm, batch: SharedBatch, totals: Tensor) -> tuple: # (weighted share, all parts for the log)
         "This micro-batch's share of the weighted sum."
         states = self.objectives[0].passes(lm, batch.batches[0])
-        totals = totals.split([len(one_of.counted) for one_of in self.objectives])
-        shares, parts = zip(*[one_of.loss_from(lm, states, *given) for one_of, *given in
+        totals = totals.split([len(objective.counted) for objective in self.objectives])
+        shares, parts = zip(*[objective.loss_from(lm, states, *given) for objective, *given in
                               zip(self.objectives, batch.batches, totals)])
         return sum(weight*share for weight, share in zip(self.weights, shares)), torch.cat(parts)
 
@@ -115,7 +115,6 @@ def put_together(objectives: list, items: dict) -> list: # of (name or names, ob
         present = [entry for entry in present if entry not in shared]
         present.append((names, Together(several, weights), list(zip(*some)), 1.0))
     return present
-
 
 # %% ../../nbs/losses/10_objectives.ipynb #32dd6926
 class Objectives(nn.Module):
