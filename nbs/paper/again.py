@@ -58,7 +58,9 @@ RUNGS = dict(
              stage1=WORDNET["stage1"] | dict(learning_rate=3e-4, steps=125, global_batch=64, warmup_steps=20,
                                              **LARGE),
              stage2=WORDNET["stage2"] | dict(steps=200, global_batch=64, snapshot_steps=100, **LARGE)))
-ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None) # own pairs, strangers, no stage I
+BAGS = dict(objectives=dict(ebae=1.0, ebar=1.0)) # LLaMA2Vec's two
+ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None, # own pairs, strangers, no stage I
+            B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS)) # bags alone
 
 
 def keep(name, row, kept=KEPT):
@@ -119,7 +121,7 @@ def first_stage(rung, arm, seed, pairs):
     if ARMS[arm] is None: return plan["model"], {}
     model, how = plan["model"], dict(data=str(pairs), seed=seed)
     if plan.get("warm"):
-        bags = dict(objectives=dict(ebae=1.0, ebar=1.0), steps=plan["warm"], carry_pairs=0)
+        bags = dict(BAGS, steps=plan["warm"], carry_pairs=0)
         first = {name: value for name, value in plan["stage1"].items() if name not in KEPT_APART} | bags
         train(Stage1(model=model, out=str(place/"bags"), **how, **COMMON | first | ARMS[arm]))
         model = str(place/"bags")
@@ -135,7 +137,7 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     place, about = ROOT/rung/f"{arm}-{seed}", dict(rung=rung, arm=arm, seed=seed)
     model, facts = first_stage(rung, arm, seed, pairs)
     there = lambda name, **more: any((about | more).items() <= row.items() for row in rows_of(kept/name))
-    if facts and not there("again-carried.jsonl"): # it is where a run was stopped later than that
+    if facts and arm != "B" and not there("again-carried.jsonl"): # it is where a run was stopped later than that
         seconds = sum(row["seconds"] for row in rows_of(place/"stage1/speed.jsonl"))
         for row in rows_of(place/"stage1/carried.jsonl"): keep("again-curves.jsonl", about | row, kept)
         keep("again-carried.jsonl", about | dict(
@@ -320,17 +322,17 @@ class Contrast:
         return "no difference that matters" if self.equivalence <= 0.05 else "undecided"
 
 
-def contrasts(rows, rung, step=0):
-    "A - S and A - W of a rung; ValueError unless every arm has the same seeds, at least two."
+def contrasts(rows, rung, step=0, others="SW"):
+    "A less each of the others, of a rung; ValueError unless every arm has the same seeds, at least two."
     rows = [row for row in rows if row["rung"] == rung]
     step = step or max((row["step"] for row in rows), default=0)
     scores = {arm: {row["seed"]: row["ndcg_at_10"] for row in rows if row["arm"] == arm and row["step"] == step}
-              for arm in ARMS}
+              for arm in "A" + others}
     seeds = sorted(scores["A"])
     if len(seeds) < 2 or any(sorted(each) != seeds for each in scores.values()):
         raise ValueError(f"{rung} has the seeds " + ", ".join(f"{arm}: {sorted(each)}" for arm, each in scores.items())
                          + "; run it to its end")
-    found = {f"A - {arm}": tuple(scores["A"][seed] - scores[arm][seed] for seed in seeds) for arm in ("S", "W")}
+    found = {f"A - {arm}": tuple(scores["A"][seed] - scores[arm][seed] for seed in seeds) for arm in others}
     p = {name: sign_flip(each) for name, each in found.items()}
     adjusted = holm(p)
     return [Contrast(name, each, p[name], adjusted[name], *interval(each), equivalent(each))
