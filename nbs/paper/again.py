@@ -6,6 +6,7 @@
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
     python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit one GPU
+    python nbs/paper/again.py all gpu-long --jobs 0 # stage II twice as long, as the plan asks where it was too short
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
 """
@@ -58,6 +59,14 @@ RUNGS = dict(
              stage1=WORDNET["stage1"] | dict(learning_rate=3e-4, steps=125, global_batch=64, warmup_steps=20,
                                              **LARGE),
              stage2=WORDNET["stage2"] | dict(steps=200, global_batch=64, snapshot_steps=100, **LARGE)))
+def twice(rung, every):
+    "A rung with twice the steps of stage II, scored every so many."
+    return rung | dict(stage2=rung["stage2"] | dict(steps=2*rung["stage2"]["steps"], snapshot_steps=every))
+
+
+LONG = "-long" # rungs again, from the same stage I, with the same rates and temperatures
+RUNGS |= {"dry" + LONG: twice(RUNGS["dry"], 2), "village" + LONG: twice(RUNGS["village"], 50),
+          "gpu" + LONG: twice(RUNGS["gpu"], 100)}
 BAGS = dict(objectives=dict(ebae=1.0, ebar=1.0)) # LLaMA2Vec's two
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None, # own pairs, strangers, no stage I
             B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS)) # bags alone
@@ -73,6 +82,16 @@ def keep(name, row, kept=KEPT):
 def rows_of(path):
     "The rows of a JSONL file; none where it is not there."
     return [json.loads(line) for line in open(path, encoding="utf-8")] if Path(path).is_file() else []
+
+
+def made():
+    "The commit and the device of a row; a kit without git says in a file what it was made from."
+    import torch
+    from anchor_nb.runs.provenance import code_version, machine
+    told = Path("commit.json")
+    code = json.loads(told.read_text(encoding="utf-8")) if told.is_file() else code_version()
+    return dict(commit=code["commit"], device=torch.cuda.get_device_name() if torch.cuda.is_available()
+                else machine()["processor"])
 
 
 # ---- data ----
@@ -117,7 +136,7 @@ def ndcg(model, asked, documents):
 def first_stage(rung, arm, seed, pairs):
     "(the model that stage II starts from, what stage I's run says of itself); a stage that is finished stays."
     from anchor_nb import Stage1, train
-    plan, place = RUNGS[rung], ROOT/rung/f"{arm}-{seed}"
+    plan, place = RUNGS[rung], ROOT/rung.removesuffix(LONG)/f"{arm}-{seed}"
     if ARMS[arm] is None: return plan["model"], {}
     model, how = plan["model"], dict(data=str(pairs), seed=seed)
     if plan.get("warm"):
@@ -135,25 +154,27 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     import gates
     plan, (pairs, out, asked, documents) = RUNGS[rung], data
     place, about = ROOT/rung/f"{arm}-{seed}", dict(rung=rung, arm=arm, seed=seed)
+    short = about | dict(rung=rung.removesuffix(LONG)) # has the same stage I, and at a constant rate begins alike
     model, facts = first_stage(rung, arm, seed, pairs)
-    there = lambda name, **more: any((about | more).items() <= row.items() for row in rows_of(kept/name))
-    if facts and arm != "B" and not there("again-carried.jsonl"): # it is where a run was stopped later than that
-        seconds = sum(row["seconds"] for row in rows_of(place/"stage1/speed.jsonl"))
-        for row in rows_of(place/"stage1/carried.jsonl"): keep("again-curves.jsonl", about | row, kept)
-        keep("again-carried.jsonl", about | dict(
+    there = lambda name, row: any(row.items() <= known.items() for known in rows_of(kept/name))
+    if facts and arm != "B" and not there("again-carried.jsonl", short): # it is where a run was stopped later than that
+        first = Path(model)
+        seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
+        for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", short | row, kept)
+        keep("again-carried.jsonl", short | dict(
             loss=facts["last"]["loss"], steps=facts["steps"], weights=facts["parameters"], seconds=round(seconds, 1),
-            of_them_measuring=round(facts.get("carried_seconds", 0), 1), **gates.measure(model, out)), kept)
+            of_them_measuring=round(facts.get("carried_seconds", 0), 1), **gates.measure(model, out), **made()), kept)
     second = COMMON | plan["stage2"] | tuned(rung, arm, kept)
     train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed, **second))
-    last = plan["stage2"]["steps"]
+    last, most = plan["stage2"]["steps"], RUNGS[short["rung"]]["stage2"]["steps"]
     for step in range(plan["stage2"]["snapshot_steps"], last + 1, plan["stage2"]["snapshot_steps"]):
-        if there("again.jsonl", step=step): continue
+        rows = [row | dict(step=step) for row in ([about] if step > most or about == short else [about, short])]
+        if not (rows := [row for row in rows if not there("again.jsonl", row)]): continue
         source = place/"stage2" if step == last else place/f"stage2/snapshots/step-{step}"
         model = AnchorEmbedder.from_pretrained(str(source), precision=plan.get("scored", "auto"))
         each = ndcg(model, asked, documents)
-        keep("again.jsonl", about | dict(step=step, ndcg_at_10=round(float(each.mean()), 3), queries=len(asked),
-                                         documents=len(documents)), kept)
-    shutil.rmtree(place/"bags", ignore_errors=True)
+        for row in rows: keep("again.jsonl", row | dict(ndcg_at_10=round(float(each.mean()), 3), queries=len(asked),
+                                                        documents=len(documents), **made()), kept)
 
 
 GRID = dict(learning_rate=(3e-4, 1e-3, 3e-3), temperature=(0.02, 0.05))
@@ -161,7 +182,8 @@ GRID = dict(learning_rate=(3e-4, 1e-3, 3e-3), temperature=(0.02, 0.05))
 
 def tuned(rung, arm, kept=KEPT):
     "The settings of stage II that `tune` found best for an arm; none before."
-    rows = [row for row in rows_of(kept/"again-tuning.jsonl") if (row["rung"], row["arm"]) == (rung, arm)]
+    which = (rung.removesuffix(LONG), arm)
+    rows = [row for row in rows_of(kept/"again-tuning.jsonl") if (row["rung"], row["arm"]) == which]
     best = max(rows, key=lambda row: row["ndcg_at_10"], default={})
     return {name: best[name] for name in GRID if name in best}
 
@@ -191,7 +213,7 @@ def tune_one(rung, data, kept, arm, *values):
                  **COMMON | RUNGS[rung]["stage2"] | dict(snapshot_steps=half) | settings))
     score = lambda folder: round(float(ndcg(AnchorEmbedder.from_pretrained(str(folder)), *data[2:]).mean()), 3)
     keep("again-tuning.jsonl", dict(rung=rung, arm=arm, **settings, ndcg_at_10=score(place),
-                                    half_way=score(place/f"snapshots/step-{half}")), kept)
+                                    half_way=score(place/f"snapshots/step-{half}"), **made()), kept)
 
 
 def untuned(rung, arms, kept):
@@ -232,10 +254,11 @@ def start(rung, dev=False):
 
 def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
     "Stage I of all that is missing first, so that no process waits for another; then `tune` and `run`."
-    first = [(arm, 0) for arm in dict.fromkeys(arm for arm, *_ in untuned(rung, arms, kept))]
+    tried = rung.removesuffix(LONG)
+    first = [(arm, 0) for arm in dict.fromkeys(arm for arm, *_ in untuned(tried, arms, kept))]
     todo, pairs = first + missing(rung, seeds, arms, kept), start(rung)[0]
     side_by_side(partial(first_stage, rung), [(*one, pairs) for one in todo], jobs)
-    tune(rung, arms, kept, jobs)
+    tune(tried, arms, kept, jobs)
     run(rung, seeds, arms, kept, jobs)
 
 
@@ -353,7 +376,7 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side; 0: as many as fit one GPU")
     parser.add_argument("--trial", action="store_true", help="seeds that the plan does not use, rows kept apart")
     given = parser.parse_args()
-    place = ROOT/"dry-rows" if given.rung == "dry" else KEPT/"trial" if given.trial else KEPT
+    place = ROOT/"dry-rows" if given.rung.startswith("dry") else KEPT/"trial" if given.trial else KEPT
     seeds = [seed + 10*given.trial for seed in SEEDS[:given.seeds]]
     if given.what == "tune": tune(given.rung, given.arms, place, given.jobs)
     else: dict(run=run, all=run_all)[given.what](given.rung, seeds, given.arms, place, given.jobs)

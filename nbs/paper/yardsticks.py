@@ -1,16 +1,22 @@
-"""BM25 and all-MiniLM-L6-v2, not tuned, on the queries and documents of a rung of again.py.
+"""What a rung of again.py stands beside, on its own exam: BM25, and all-MiniLM-L6-v2 as it is and tuned.
 
     python nbs/paper/yardsticks.py village
+    python nbs/paper/yardsticks.py gpu tuned  # MiniLM on as many of the same pairs as stage II reads, seven seeds
 
-They are scored by `anchor-nb evaluate`; rows are appended to nbs/results/carry/again-yardsticks.jsonl.
+The first is scored by `anchor-nb evaluate`. The second is sentence-transformers' trainer, one pass over 200 batches of
+64 pairs; its rate, and how much of the tuned weights is taken, come from the pairs on which stage II is tuned too. Rows
+are appended to nbs/results/carry/again-yardsticks.jsonl.
 """
 import json
+import random
 import sys
 
 import again
 
+RATES = (2e-5, 1e-4, 3e-4)
 
-def main(rung):
+
+def untuned(rung):
     "Write a rung's exam as a folder, score it, and keep a row for each yardstick."
     from anchor_nb.experiments.stages import run_stage
     _, _, asked, documents = again.prepared(again.RUNGS[rung]["data"])
@@ -29,4 +35,33 @@ def main(rung):
                                                       ndcg_at_10=round(100*row["value"], 3), documents=len(documents)))
 
 
-if __name__ == "__main__": main(sys.argv[1])
+def tuned(rung, seeds=again.SEEDS):
+    "MiniLM tuned on the pairs of a rung: the rate with seed 0, then every seed; a row for each."
+    from anchor_nb.data.retrieval_sets import Retrieval
+    from anchor_nb.training.encoders import tune_encoder
+    from sentence_transformers import SentenceTransformer
+    plan = again.RUNGS[rung]
+    (pairs, _, asked, documents), second = again.prepared(plan["data"]), plan["stage2"]
+    rows = [dict(query=row["query"], positives=[row["positive"]], negatives=[])
+            for path in sorted(pairs.glob("*.jsonl")) for row in again.rows_of(path)]
+    _, _, queries, answers = again.prepared(plan["data"], dev=True)
+    dev = Retrieval("dev", "", {f"d{place}": text for place, text in enumerate(answers)},
+                    {f"q{place}": text for place, (text, _) in enumerate(queries)},
+                    {f"q{place}": {f"d{right}": 1} for place, (_, right) in enumerate(queries)})
+    def tune(seed, rate):
+        some = random.Random(seed).sample(rows, second["steps"]*second["global_batch"])
+        return tune_encoder("minilm", some, dev, str(again.ROOT/f"yardsticks/{rung}-{seed}-{rate:g}"), epochs=1,
+                            rate=rate, batch=second["global_batch"], max_length=second["max_length"], seed=seed)
+    tried = {rate: tune(0, rate)["epochs"][1] for rate in RATES}
+    print(tried, flush=True)
+    rate = max(tried, key=tried.get)
+    for seed in seeds:
+        facts = tune(seed, rate)
+        each = again.ndcg(SentenceTransformer(str(again.ROOT/f"yardsticks/{rung}-{seed}-{rate:g}")), asked, documents)
+        again.keep("again-yardsticks.jsonl", dict(
+            data=plan["data"], model="minilm, tuned", rung=rung, seed=seed, rate=rate, pairs=facts["pairs"],
+            share=facts["share"], queries=len(asked), ndcg_at_10=round(float(each.mean()), 3),
+            documents=len(documents)))
+
+
+if __name__ == "__main__": dict(tuned=tuned).get("".join(sys.argv[2:]), untuned)(sys.argv[1])
