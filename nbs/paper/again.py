@@ -85,12 +85,12 @@ def rows_of(path):
 
 
 def made():
-    "The commit and the device of a row; a kit without git says in a file what it was made from."
+    "Code and device of a run; a kit without git says in a file what it was made from."
     import torch
     from anchor_nb.runs.provenance import code_version, machine
-    told = Path("commit.json")
+    told = Path(__file__).resolve().parent.parent.parent/"commit.json"
     code = json.loads(told.read_text(encoding="utf-8")) if told.is_file() else code_version()
-    return dict(commit=code["commit"], device=torch.cuda.get_device_name() if torch.cuda.is_available()
+    return dict(code=code, device=torch.cuda.get_device_name() if torch.cuda.is_available()
                 else machine()["processor"])
 
 
@@ -154,18 +154,19 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     import gates
     plan, (pairs, out, asked, documents) = RUNGS[rung], data
     place, about = ROOT/rung/f"{arm}-{seed}", dict(rung=rung, arm=arm, seed=seed)
-    short = about | dict(rung=rung.removesuffix(LONG)) # has the same stage I, and at a constant rate begins alike
-    model, facts = first_stage(rung, arm, seed, pairs)
+    short, by = about | dict(rung=rung.removesuffix(LONG)), made() # at a constant rate a long run begins as a short one
     there = lambda name, row: any(row.items() <= known.items() for known in rows_of(kept/name))
-    if facts and arm != "B" and not there("again-carried.jsonl", short): # it is where a run was stopped later than that
+    model, facts = first_stage(rung, arm, seed, pairs)
+    if facts and arm != "B" and not there("again-carried.jsonl", short | dict(loss=facts["last"]["loss"])):
         first = Path(model)
         seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
-        for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", short | row, kept)
-        keep("again-carried.jsonl", short | dict(
+        for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", about | row, kept)
+        keep("again-carried.jsonl", about | dict(
             loss=facts["last"]["loss"], steps=facts["steps"], weights=facts["parameters"], seconds=round(seconds, 1),
-            of_them_measuring=round(facts.get("carried_seconds", 0), 1), **gates.measure(model, out), **made()), kept)
-    second = COMMON | plan["stage2"] | tuned(rung, arm, kept)
-    train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed, **second))
+            of_them_measuring=round(facts.get("carried_seconds", 0), 1), **gates.measure(model, out), **by), kept)
+    settings = tuned(rung, arm, kept)
+    train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed,
+                 **COMMON | plan["stage2"] | settings))
     last, most = plan["stage2"]["steps"], RUNGS[short["rung"]]["stage2"]["steps"]
     for step in range(plan["stage2"]["snapshot_steps"], last + 1, plan["stage2"]["snapshot_steps"]):
         rows = [row | dict(step=step) for row in ([about] if step > most or about == short else [about, short])]
@@ -174,7 +175,7 @@ def run_one(rung, arm, seed, data, kept=KEPT):
         model = AnchorEmbedder.from_pretrained(str(source), precision=plan.get("scored", "auto"))
         each = ndcg(model, asked, documents)
         for row in rows: keep("again.jsonl", row | dict(ndcg_at_10=round(float(each.mean()), 3), queries=len(asked),
-                                                        documents=len(documents), **made()), kept)
+                                                        documents=len(documents), **settings, **by), kept)
 
 
 GRID = dict(learning_rate=(3e-4, 1e-3, 3e-3), temperature=(0.02, 0.05))
@@ -189,13 +190,20 @@ def tuned(rung, arm, kept=KEPT):
 
 
 def side_by_side(work, todo, jobs):
-    "`work` of each item of `todo`, several at a time, each in a fresh process: a failure of one leaves the rest alone."
-    jobs = jobs or fitting()
-    if jobs == 1: return [work(*one) for one in todo]
+    """`work` of each item of `todo`, several at a time, each in a fresh process; returns how many failed.
+
+    An error in one leaves the rest alone; a process that is killed takes those with it that have not ended.
+    """
+    jobs, failed = jobs or fitting(), 0
+    if jobs == 1:
+        for one in todo: work(*one)
+        return 0
     with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
         done = [(one, pool.submit(work, *one)) for one in todo]
         for one, result in done:
             if error := result.exception(): print(*one, f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            failed += error is not None
+    return failed
 
 
 def fitting():
@@ -207,13 +215,13 @@ def fitting():
 def tune_one(rung, data, kept, arm, *values):
     "One rate and temperature of stage II."
     from anchor_nb import AnchorEmbedder, Stage2, train
-    settings, half = dict(zip(GRID, values)), RUNGS[rung]["stage2"]["steps"]//2
+    settings, half, by = dict(zip(GRID, values)), RUNGS[rung]["stage2"]["steps"]//2, made()
     place = ROOT/rung/f"{arm}-0"/"-".join(f"{value:g}" for value in values)
     train(Stage2(model=first_stage(rung, arm, 0, data[0])[0], data=str(data[0]), out=str(place), seed=0,
                  **COMMON | RUNGS[rung]["stage2"] | dict(snapshot_steps=half) | settings))
     score = lambda folder: round(float(ndcg(AnchorEmbedder.from_pretrained(str(folder)), *data[2:]).mean()), 3)
     keep("again-tuning.jsonl", dict(rung=rung, arm=arm, **settings, ndcg_at_10=score(place),
-                                    half_way=score(place/f"snapshots/step-{half}"), **made()), kept)
+                                    half_way=score(place/f"snapshots/step-{half}"), **by), kept)
 
 
 def untuned(rung, arms, kept):
@@ -234,15 +242,15 @@ def missing(rung, seeds, arms, kept):
 def tune(rung, arms="ASW", kept=KEPT, jobs=1):
     "Stage II at every rate and temperature, each arm alike, seed 0, scored on pairs that no test uses."
     data, todo = start(rung, dev=True), untuned(rung, arms, kept)
-    first = [(arm, 0, data[0]) for arm in dict.fromkeys(arm for arm, *_ in todo)]
-    side_by_side(partial(first_stage, rung), first, jobs)
-    side_by_side(partial(tune_one, rung, data, kept), todo, jobs)
+    first = [(arm, 0, data[0]) for arm in dict.fromkeys(arm for arm, *_ in todo) if ARMS[arm]]
+    return side_by_side(partial(first_stage, rung), first, jobs) + side_by_side(
+        partial(tune_one, rung, data, kept), todo, jobs)
 
 
 def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
     "Every arm with every seed."
     data = start(rung)
-    side_by_side(partial(run_one, rung), [(*one, data, kept) for one in missing(rung, seeds, arms, kept)], jobs)
+    return side_by_side(partial(run_one, rung), [(*one, data, kept) for one in missing(rung, seeds, arms, kept)], jobs)
 
 
 def start(rung, dev=False):
@@ -253,13 +261,18 @@ def start(rung, dev=False):
 
 
 def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
-    "Stage I of all that is missing first, so that no process waits for another; then `tune` and `run`."
+    """Stage I of all that is missing first, so that no process waits for another; then `tune` and `run`.
+
+    RuntimeError where a setting could not be tried: the runs would differ in what was chosen.
+    """
     tried = rung.removesuffix(LONG)
     first = [(arm, 0) for arm in dict.fromkeys(arm for arm, *_ in untuned(tried, arms, kept))]
     todo, pairs = first + missing(rung, seeds, arms, kept), start(rung)[0]
-    side_by_side(partial(first_stage, rung), [(*one, pairs) for one in todo], jobs)
-    tune(tried, arms, kept, jobs)
-    run(rung, seeds, arms, kept, jobs)
+    failed = side_by_side(partial(first_stage, rung), [(*one, pairs) for one in todo if ARMS[one[0]]], jobs)
+    failed += tune(tried, arms, kept, jobs)
+    if left := untuned(tried, arms, kept):
+        raise RuntimeError(f"{len(left)} settings of stage II could not be tried: {left}; repeat the command")
+    return failed + run(rung, seeds, arms, kept, jobs)
 
 
 # ---- the small language model ----
@@ -348,7 +361,8 @@ class Contrast:
 def contrasts(rows, rung, step=0, others="SW"):
     "A less each of the others, of a rung; ValueError unless every arm has the same seeds, at least two."
     rows = [row for row in rows if row["rung"] == rung]
-    step = step or max((row["step"] for row in rows), default=0)
+    last = RUNGS[rung]["stage2"]["steps"] if rung in RUNGS else max((row["step"] for row in rows), default=0)
+    step = step or last
     scores = {arm: {row["seed"]: row["ndcg_at_10"] for row in rows if row["arm"] == arm and row["step"] == step}
               for arm in "A" + others}
     seeds = sorted(scores["A"])
@@ -378,5 +392,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     place = ROOT/"dry-rows" if given.rung.startswith("dry") else KEPT/"trial" if given.trial else KEPT
     seeds = [seed + 10*given.trial for seed in SEEDS[:given.seeds]]
-    if given.what == "tune": tune(given.rung, given.arms, place, given.jobs)
-    else: dict(run=run, all=run_all)[given.what](given.rung, seeds, given.arms, place, given.jobs)
+    more = () if given.what == "tune" else (seeds,)
+    sys.exit(bool(dict(tune=tune, run=run, all=run_all)[given.what](given.rung, *more, given.arms, place, given.jobs)))

@@ -55,7 +55,8 @@ def tuned(rung, seeds=again.SEEDS):
     tried = {rate: tune(0, rate)["epochs"][1] for rate in RATES}
     print(tried, flush=True)
     rate = max(tried, key=tried.get)
-    for seed in seeds:
+    known = {row.get("seed") for row in again.rows_of(again.KEPT/"again-yardsticks.jsonl") if row.get("rung") == rung}
+    for seed in set(seeds) - known:
         facts = tune(seed, rate)
         each = again.ndcg(SentenceTransformer(str(again.ROOT/f"yardsticks/{rung}-{seed}-{rate:g}")), asked, documents)
         again.keep("again-yardsticks.jsonl", dict(
@@ -64,4 +65,4 @@ def tuned(rung, seeds=again.SEEDS):
             documents=len(documents)))
 
 
-if __name__ == "__main__": dict(tuned=tuned).get("".join(sys.argv[2:]), untuned)(sys.argv[1])
+if __name__ == "__main__": {"": untuned, "tuned": tuned}[" ".join(sys.argv[2:])](sys.argv[1])
