@@ -372,7 +372,8 @@ class Evaluate(Recipe):
     tasks: list = setting([], "tasks by name, and folders of evaluation sets", reads="files", group="first")
     out: str = setting("runs/evaluate", "folder of the ledger, the scores of single queries and mteb's results",
                        how=True, group="first")
-    max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
+    max_length: int = setting(0, "tokens of one text; 0: what each checkpoint says, as in search and serving",
+                              "paper: 512, which its presets have", group="first", bound=">=0")
     instructions: str = setting("paper", "paper (table 13, else the task's own), mteb, none, a YAML file, or the "
                                 "instruction itself", "table 13", reads="instructions", group="first")
     queries: int = setting(0, "queries kept of each folder; 0: all", "ours: for small machines", group="first")

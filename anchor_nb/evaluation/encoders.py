@@ -209,7 +209,7 @@ def number_type(devices: list = ()) -> str:
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #88779c80
 def revision(candidate: Candidate,
-             max_length: int = 512,     # tokens of one text
+             max_length: int = 0,       # tokens of one text; 0: what the checkpoint says
              instructions: str = "",    # what identifies the table of instructions
              rerank_documents_instructed: bool = False,
              devices: list = (),        # where it computes, which decides the dtype
@@ -367,7 +367,7 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
     from anchor_nb.models.resolve import find_model
     announce("loading", candidate.source)
     model = SentenceTransformer(find_model(candidate.source), device=(devices or [None])[0])
-    model.max_seq_length = min(max_length, model.max_seq_length or max_length)
+    if max_length: model.max_seq_length = min(max_length, model.max_seq_length or max_length)
     call, measure = {"query": model.encode_query, "document": model.encode_document}, model.similarity_fn_name
     if measure not in ("cosine", "dot"):
         raise ValueError(f"{candidate.source} compares vectors by similarity_fn_name={measure!r}; only cosine and dot "
@@ -387,7 +387,7 @@ BM25 = "mteb/baseline-bm25s"
 
 def load(candidate: Candidate,
          revision: str,           # what `revision` says
-         max_length: int = 512,   # tokens of one text
+         max_length: int = 0,     # tokens of one text; 0: what the checkpoint says
          micro_tokens: int = 0,   # tokens of one packed batch; 0: what the embedder chooses
          devices: list = (),      # such as cuda:0, cuda:1; none: the first GPU or the CPU
          **how):                  # instructions and rerank_documents_instructed, for `Encoder`

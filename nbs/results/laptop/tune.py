@@ -7,6 +7,7 @@
     python nbs/results/laptop/tune.py minilm NAME EPOCHS RATE          # MiniLM tuned by sentence-transformers
     anchor-nb stage2 --data runs/laptop/glossary/pairs --out runs/laptop/five/glossary --max-length 64
     anchor-nb evaluate -p 'tasks=["runs/laptop/data/eval/foldoc"]' -p out=runs/laptop/five -p instructions=none
+        -p max_length=512
         -p 'models={"glossary": "runs/laptop/five/glossary", "minilm-tuned": "runs/laptop/minilm-glossary"}'
     python nbs/results/keep.py runs/laptop/five nbs/results/five_thousand # instructed.jsonl: without instructions=none
 """
