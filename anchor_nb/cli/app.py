@@ -230,7 +230,7 @@ Parameters = option(list[str], "one parameter; give it as often as you need",
 Preset = option(str, "start from this preset; `anchor-nb presets` lists them",
                      "--preset", autocompletion=complete_from(presets))
 ParameterFile = option(Path | None, "YAML file of parameters", "-f", "--file")
-Output = option(Path | None, "where the executed notebook goes; default: the stage's folder `out`", "-o", "--output")
+Output = option(Path | None, "where the executed notebook goes; default: the stage's folder `out`", "--output")
 DryRun = option(bool, "check and print the parameters, run nothing", "--dry-run")
 Quiet = option(bool, "do not show what the notebook prints", "--quiet")
 AsJson = option(bool, "print one JSON object on stdout and nothing else there", "--json")
@@ -261,7 +261,7 @@ def setting_row(f) -> tuple: # f: a field of a recipe -> ("--steps INT", "optimi
     kind = "|".join(f.metadata["choices"]) or METAVARS[f.type]
     value = {True: "true", False: "false"}.get(default(f), default(f)) if f.type is bool else default(f)
     usual = "" if value in ("", [], {}) else f" [default: {value}]"
-    return f"--{f.name.replace('_', '-')} {kind}".rstrip(), f.metadata["help"] + usual
+    return f"{'-o, '*(f.name == 'out')}--{f.name.replace('_', '-')} {kind}".rstrip(), f.metadata["help"] + usual
 
 # what a newcomer sets, in this order
 BASICS = ("data", "corpora", "model", "models", "benchmark", "tasks", "a", "b", "out", "epochs", "learning_rate",
@@ -294,7 +294,7 @@ HelpAll = option(bool, "show every parameter and exit", "--help-all", callback=s
 # %% ../../nbs/cli/00_app.ipynb #c0a10004
 def setting_option(f, name: str = ""): # f: a field of a recipe; name: an alias, which the help does not show
     "The annotation of the option that stands for a setting."
-    words = [f"--{(name or f.name).replace('_', '-')}"]
+    words = [f"--{(name or f.name).replace('_', '-')}", *["-o"]*(f.name == "out" and not name)]
     if f.type is bool: words = [f"{words[0]}/--no-{words[0][2:]}"]
     kind = {bool: bool | None, list: list[str], dict: list[str]}.get(f.type, str | None)
     return option(kind, f.metadata["help"], *words, hidden=bool(name), show_default=False, rich_help_panel=SETTINGS)

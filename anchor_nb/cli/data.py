@@ -61,7 +61,7 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exa
 
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0
 Format = option(str, "anchor_nb, gritlm or columns", "--format")
-NewPairs = option(str, "folder for the pairs that are left, and for the report", "--out")
+NewPairs = option(str, "folder for the pairs that are left, and for the report", "--out", "-o")
 
 def left_out(data: str, columns: dict) -> list: # of lines
     "What the written pairs lack of the rows that were read."
@@ -102,7 +102,7 @@ def dedup_pairs(data: Pairs, out: NewPairs,
                                             "--all-documents") = False, format: Format = "anchor_nb",
                 columns: Columns = "", memory: option(str, "what the search may hold; the rest goes to disk") = "2GB",
                 threads: option(int, "of the search; 0: one for each core") = 0, as_json: AsJson = False):
-    "Drop rows that repeat others, and rows that evaluation sets know; says what of the tests was seen."
+    "Drop rows that repeat others, and rows that also occur in evaluation sets; reports the overlap."
     from anchor_nb.data.deduplication import dedup_pairs
     with answering(as_json) as answer:
         result = dedup_pairs(data, out, threshold, against, remove, all_documents, format,
@@ -119,7 +119,7 @@ def dedup_pairs(data: Pairs, out: NewPairs,
 # %% ../../nbs/cli/04_data.ipynb #0ab47750
 @app.command("encode", rich_help_panel=USE)
 def encode(corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of such tables, a saved dataset, or "
-                                 "hf:org/name"), out: option(str, "folder of the shards"),
+                                 "hf:org/name"), out: option(str, "folder of the shards", "--out", "-o"),
            model: option(str, MODEL_HELP) = "smollm2-135m",
            dtype: option(str, "float32, float16, int8 or binary") = "float32",
            gpus: option(int, "processes, one for each GPU; 0: all there are") = 1,

@@ -130,7 +130,7 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
            dtype: option(str, "float32, bfloat16 or float16; default: as stored") = "",
            query: option(str, "the instruction of encode_query, or the name of one of training's") = "",
            truncation: option(str, "keep_eos exports a model that was trained with cut_eos") = "",
-           formats: option(list[str], "onnx, openvino or gguf, each in full precision and int8; repeat for several",
+           formats: option(list[str], "onnx, openvino or gguf, each in full precision and less; repeat for several",
                            "--format") = [],
            servers: option(bool, "with --check: compare every installed engine on 500 texts, and put the table into "
                                  "the card", "--servers") = False,
@@ -186,8 +186,8 @@ def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: 
 def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HELP}), then the corpus: JSONL, "
                                                  "parquet, an evaluation set, a kept index, or one of ours, such as "
                                                  "wiki or toy", metavar="MODEL [MODEL] CORPUS"),
-          host: option(str, "address to listen at; the page has no password, so another one than this machine's own "
-                            "is warned of") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
+          host: option(str, "address to listen at; the page has no password, so you are warned where others can "
+                            "reach it") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
           k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k") = 10,
           keep: option(str, "folder in which the encoded corpus is kept, so that the page is there at once the next "
                             "time") = "",
@@ -201,7 +201,7 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
 # %% ../../nbs/cli/05_models.ipynb #bafac5be
 @app.command("merge", rich_help_panel=USE)
 def merge(models: argument(list[str], "run folders or model folders, two or more"),
-          out: option(str, "folder of the new model"),
+          out: option(str, "folder of the new model", "--out", "-o"),
           weight: option(list[float], "one for each model, summing to 1; none: all the same") = [],
           method: option(str, "linear or slerp") = "linear",
           policy: option(list[str], "tensors by name: linear, slerp, first, second, ..., or weights such as [0.2, "

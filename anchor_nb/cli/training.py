@@ -158,7 +158,7 @@ def show_plan(preset: str, out: Path, overrides: dict):
 
 @app.command("pipeline", rich_help_panel=TRAIN)
 def pipeline(preset: option(str, "`anchor-nb presets` lists them") = "demo",
-             out: option(Path | None, "folder of the pipeline; default: runs/PRESET") = None,
+             out: option(Path | None, "folder of the pipeline; default: runs/PRESET", "--out", "-o") = None,
              parameter: Parameters = [], dry_run: DryRun = False, quiet: Quiet = False):
     "All stages in order: data, stage I, stage II from it and from the base model, scores, report."
     out, overrides = out or Path("runs")/preset, read_pairs(parameter)
@@ -226,7 +226,7 @@ def outcome(result: dict, dry_run: bool) -> list: # of lines; result: from `run_
 
 @app.command("sweep", rich_help_panel=TRAIN)
 def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: list them") = "",
-          out: option(str, "folder of all runs, which sweeps may share") = "runs/sweeps",
+          out: option(str, "folder of all runs, which sweeps may share", "--out", "-o") = "runs/sweeps",
           at_once: option(int, "runs at a time") = 1, slurm: Slurm = [], dry_run: DryRun = False,
           as_json: AsJson = False):
     "The arms of an ablation, with what they share computed once. Exit code 1 when one has failed."
@@ -247,7 +247,8 @@ def list_recipes(as_json: AsJson = False):
     with answering(as_json) as answer: answer(methods(), *lines)
 
 @app.command("recipe", rich_help_panel=TRAIN)
-def run_recipe(name: Recipe, out: option(str, "folder of all runs, which recipes may share") = "runs/sweeps",
+def run_recipe(name: Recipe,
+               out: option(str, "folder of all runs, which recipes may share", "--out", "-o") = "runs/sweeps",
                parameter: option(list[str], "one parameter of a stage; give it as often as you need",
                                             "-p", "--parameter", metavar="STAGE.NAME=VALUE") = [],
                dry_run: DryRun = False, as_json: AsJson = False):

@@ -456,7 +456,7 @@ class Report(Recipe):
 # %% ../../nbs/core/01_recipe.ipynb #86d9eaa2
 @dataclass(frozen=True, kw_only=True)
 class Adapt(Recipe):
-    "Documents in, an embedder out that is better on them, or a plain no: pairs, training, exam, export."
+    "Train an embedder on your documents, and keep it only if it beats the baselines."
     documents: str = setting("", "a folder of texts, a table (CSV, JSONL, parquet ...), or hf:org/name", reads="files",
                              group="first")
     pairs: str = setting("", "a table of queries and what answers them; empty: queries are made from the documents",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -52,11 +53,20 @@ def test_help_lists_six_settings_and_help_all_every_one(stage):
     shown, every = (invoke(stage, option).output for option in ("--help", "--help-all"))
     groups = grouped(RECIPES[stage])
     names = [f.name for members in groups.values() for f in members]
-    listed = lambda text: [name.replace("-", "_") for name in re.findall(r"^  --([a-z0-9-]+)", text, re.M)]
+    listed = lambda text: [name.replace("-", "_") for name in re.findall(r"^  (?:-o, )?--([a-z0-9-]+)", text, re.M)]
     assert listed(every) == names
     assert re.findall(r"^(\S.+):$", every, re.M) == [GROUPS[group] for group in groups]
     basic = listed(shown[shown.index(GROUPS["first"]):shown.index("`anchor-nb")])
     assert 2 <= len(basic) <= 6 and set(basic) <= {f.name for f in groups["first"]}
+
+
+def test_o_means_out_in_every_command():
+    options = {name: [parameter.opts for parameter in command.params]
+               for name, command in typer.main.get_command(app).commands.items()}
+    for name, found in options.items():
+        assert all(("-o" in words) == ("--out" in words) for words in found), name
+    assert sum(["--out", "-o"] in found for found in options.values()) > 15
+
 
 
 @pytest.mark.parametrize("name, stage", [(name, stage) for name, stages in presets().items() for stage in stages])
@@ -354,7 +364,7 @@ def test_a_finished_stage_is_not_run_again(smoke):
 def test_the_folder_of_another_run_is_refused_with_what_differs(smoke):
     folder, _ = smoke
     before = (folder/"runs/all/stage1/run.json").read_bytes()
-    result = shell("stage1", "-f", "stage1.yaml", "-p", "steps=9", "-o", "other.ipynb", cwd=folder)
+    result = shell("stage1", "-f", "stage1.yaml", "-p", "steps=9", "--output", "other.ipynb", cwd=folder)
     assert (result.returncode == 1 and "steps is 4 there and 9 here" in result.stderr
             and "Traceback" not in result.stderr)
     assert (folder/"runs/all/stage1/run.json").read_bytes() == before
