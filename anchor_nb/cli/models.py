@@ -130,7 +130,7 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
            dtype: option(str, "float32, bfloat16 or float16; default: as stored") = "",
            query: option(str, "the instruction of encode_query, or the name of one of training's") = "",
            truncation: option(str, "keep_eos exports a model that was trained with cut_eos") = "",
-           formats: option(list[str], "onnx, openvino or gguf, each in full precision and less; repeat for several",
+           formats: option(list[str], "onnx, openvino or gguf, each in full precision and quantised; repeat",
                            "--format") = [],
            servers: option(bool, "with --check: compare every installed engine on 500 texts, and put the table into "
                                  "the card", "--servers") = False,

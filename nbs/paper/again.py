@@ -157,7 +157,9 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     short, by = about | dict(rung=rung.removesuffix(LONG)), made() # at a constant rate a long run begins as a short one
     there = lambda name, row: any(row.items() <= known.items() for known in rows_of(kept/name))
     model, facts = first_stage(rung, arm, seed, pairs)
-    if facts and arm != "B" and not there("again-carried.jsonl", short | dict(loss=facts["last"]["loss"])):
+    known = arm == "B" or any(there("again-carried.jsonl", row | dict(loss=facts["last"]["loss"]))
+                              for row in (short, about) if facts)
+    if facts and not known: # of this very run: stage I may have been made again
         first = Path(model)
         seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
         for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", about | row, kept)

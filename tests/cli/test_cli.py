@@ -68,7 +68,6 @@ def test_o_means_out_in_every_command():
     assert sum(["--out", "-o"] in found for found in options.values()) > 15
 
 
-
 @pytest.mark.parametrize("name, stage", [(name, stage) for name, stages in presets().items() for stage in stages])
 def test_dry_run_prints_the_whole_recipe_and_starts_nothing(name, stage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -63,6 +63,15 @@ def test_mteb_finds_nothing_wrong_with_our_encoder(tiny):
     assert result.all_passed, result
 
 
+def test_texts_are_cut_where_the_checkpoint_says_unless_asked_otherwise(tmp_path):
+    AnchorEmbedder.from_pretrained("tiny", max_length=12).save_pretrained(str(tmp_path/"short"))
+    candidate, embedder = Candidate("short", str(tmp_path/"short")), AnchorEmbedder.from_pretrained(tmp_path/"short")
+    text = ["one text with many more words than twelve tokens can hold, and so it must be cut somewhere"]
+    same = lambda length: np.allclose(load(candidate, "", length).embed(text, "", None, None), embedder.encode(text),
+                                      atol=1e-5)
+    assert load(candidate, "").mteb_model_meta.max_tokens == 12 and same(0) and not same(48)
+
+
 def test_every_type_of_text_task_is_measured(tiny, tmp_path):
     from mteb.mocks import ALL_MOCK_TASK_TEST_GRID
     seen = {}

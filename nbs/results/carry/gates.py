@@ -6,7 +6,7 @@
     python nbs/results/carry/gates.py say wordnet kept_sink # what it writes from anchors of pairs kept out
     python nbs/results/carry/gates.py cost              # what measuring takes of the time
     python nbs/results/carry/gates.py parts             # the recipe with one part less each: 40 steps in bf16
-    python nbs/results/carry/gates.py again wiki 1       # the recipe on another corpus or with another seed
+    python nbs/results/carry/gates.py again wiki 1      # the recipe on another corpus or with another seed
     python nbs/results/carry/gates.py ablations 12      # on a GPU: every arm, and larger batches, 12 at a time
 """
 import hashlib
