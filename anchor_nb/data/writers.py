@@ -75,10 +75,9 @@ def numbered(rows: Iterable, write, path: Path) -> Iterator: # of rows as they a
 # %% ../../nbs/data/03_writers.ipynb #c01ab5ea
 def fits_columns(table: Iterable, # rows in the common form
                  source: str,     # for messages
-                 even: bool = True): # is each row written as it is, with its own negatives?
+                 new: tuple = ()): # fields that the tool writes anew: negatives, positive_scores
     "ValueError names the first row that has no place in the columns of sentence-transformers."
-    for _ in numbered(table if even else (row | dict(negatives=[], positive_scores=[]) for row in table), as_columns,
-                      source): pass
+    for _ in numbered((row | {field: [] for field in new} for row in table), as_columns, source): pass
 
 # %% ../../nbs/data/03_writers.ipynb #19243f37
 def write_table(path: Path, rows: Iterator, batch: int = 10_000) -> int: # rows: at least one; -> rows written

@@ -169,7 +169,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     tables, sources, report = load_pairs(data, columns=columns), find_sources(data), {}
     check_target(out, tables, format, ("report.json",), "without_negatives")
     for name, table in tables.items() if format == "columns" else ():
-        fits_columns((row | dict(positive_scores=[]) for row in table) if model else table, sources[name])
+        fits_columns(table, sources[name], ("positive_scores",) if model else ())
     if model: keep_apart(out, model=[model, *chain(find_model(model))])
     recipe, drafts = Mine(data=data, out=out, instructions=instructions), []
     decides = [model, model and model_content(find_model(model)), instructions, content_at(instructions), max_length,

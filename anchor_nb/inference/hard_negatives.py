@@ -465,8 +465,8 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
     tables = load_pairs(recipe.data, columns=divided(recipe.columns)[0])
     check_target(recipe.out, tables, recipe.format, ("report.json", "texts"), "other_above_positive")
     if recipe.corpus: corpus_sources(recipe.corpus)
-    if recipe.format == "columns":
-        for name, table in tables.items(): fits_columns(table, sources[name], even=False)
+    new = ("positive_scores", *["negatives"]*(not recipe.keep_existing))
+    for name, table in tables.items() if recipe.format == "columns" else (): fits_columns(table, sources[name], new)
     return tables, {name: dict(sha256=hashes[name], rows=len(table)) for name, table in tables.items()}
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #b62c25c6

@@ -382,6 +382,8 @@ def stop_after(count, real):
 @pytest.mark.parametrize("lines, given, message", [
     (['{"query": "a", "positive": "b"}', '{"query": "a"}'], {}, "t.jsonl, line 2, field 'positive' is missing"),
     (['{"query": "a", "positive": "b"}'], dict(format="columns"), "incomplete=drop"),
+    (['{"query": "a", "positive": "b", "negatives": ["c"]}', '{"query": "d", "positive": "e"}'],
+     dict(format="columns", incomplete="drop", keep_existing=True), "the same number of negatives"),
     (['{"query": "a", "positive": "b"}'], dict(model="bm25", search="approximate"), "needs vectors"),
     (['{"query": "a", "positive": "b"}'], dict(instructions="somewhere"), "instructions='somewhere'"),
     (['{"query": "a", "positive": "b"}'], dict(model="./nowhere"), "no model folder './nowhere'"),
