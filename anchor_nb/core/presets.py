@@ -28,13 +28,15 @@ def presets() -> dict: # preset name -> the stages it changes
 def read_preset(name: str,  # a folder under presets
                 stage: str, # a key of `RECIPES`
                ) -> dict:   # parameter -> value; empty where the preset leaves a stage alone
-    "What the file of a preset says; ValueError for an unknown name, stage or field."
+    "What the file of a preset says; ValueError for an unknown name, stage or field, or a stage I that is not there."
     import yaml
     if name not in presets():
         raise ValueError(f"no preset {name!r}; there are {', '.join(presets())}")
     if stage not in RECIPES:
         raise ValueError(f"no stage {stage!r}; there are {', '.join(RECIPES)}")
     path = preset_folder()/name/f"{stage}.yaml"
+    if (path.parent/"about.yaml").is_file() and stage == "stage1" and not path.is_file():
+        raise ValueError(f"preset {name!r} is a method without a stage I; run stage2 with it")
     values = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
     return check_names(RECIPES[stage], values, str(path))
 
