@@ -23,12 +23,12 @@ def ledger_rows(result: Evaluation,
                 candidate: Candidate,
                 model: str,      # what `revision` says of the candidate
                 instructions_id: str = "", # from `benchmarks.instructions_id`
-                **common,        # seed, max_length (tokens that were read of a text), benchmark, evaluation
+                **common,        # seed, max_length as asked, tokens that were read, benchmark, evaluation
                ) -> list:        # of dictionaries, the main metric first
     "One row per metric, in the ledger's format."
     how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling,
                template=candidate.template, **extras(candidate), **shortened(candidate), **common)
-    if candidate.library == "bm25": how |= dict(max_length=0, instructions="none") # it reads whole texts
+    if candidate.library == "bm25": how |= dict(max_length=0, tokens=0, instructions="none") # it reads whole texts
     fields = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
     where = dict(queries=result.queries, documents=result.documents, data=result.data, model=model,
                  manifest=candidate.manifest, training_seed=candidate.training_seed, seconds=result.seconds)
@@ -122,8 +122,8 @@ def time_left(started: float, done: int, total: int) -> str:
 
 def shared(settings, instructions_id: str, evaluation: str) -> dict: # for `ledger_rows`
     "What all rows of an evaluation share."
-    return dict(seed=settings.seed, benchmark=settings.benchmark, evaluation=evaluation,
-                instructions_id=instructions_id)
+    return dict(seed=settings.seed, max_length=settings.max_length, benchmark=settings.benchmark,
+                evaluation=evaluation, instructions_id=instructions_id)
 
 # %% ../../nbs/evaluation/05_scores.ipynb #1867f763
 def score_all(jobs: list,          # from `waiting`
@@ -147,7 +147,7 @@ def score_all(jobs: list,          # from `waiting`
                 if not encoder:
                     raise RuntimeError(f"the model could not be loaded ({reason})")
                 read = int(encoder.mteb_model_meta.max_tokens or 0)
-                result = record(job, task, encoder, settings.out, max_length=read, **common)
+                result = record(job, task, encoder, settings.out, tokens=read, **common)
                 outcome = f"{result.metric} {100 * result.score:.1f} in {result.seconds:.0f} s"
             except Exception as error:
                 outcome = f"{type(error).__name__}: {error}"
@@ -219,7 +219,7 @@ def rebuild_all(jobs: list, settings, instructions: dict, instructions_id: str =
                 say(f"{who}: left out, the model has no language-model head")
                 continue
             metrics = rebuild(job, task, embedder, settings, instructions.get(name, ""),
-                              max_length=embedder.formatter.layout.max_length, **common)
+                              tokens=embedder.formatter.layout.max_length, **common)
             shares = {side: (100 * metrics[f"token_recall_{side}"], 100 * metrics[f"token_recall_shuffled_{side}"])
                       for side in ("q2d", "d2q")}
             say(f"{who}: " + ", ".join(f"{side} {share:.1f} % of the tokens ({chance:.1f} % by chance)"

@@ -269,7 +269,8 @@ def expected_vs_obtained(rows,                # of the ledger
     "Every score of the paper beside ours, with the difference and a verdict."
     import pandas as pd
     ours, lines = {}, []
-    for row in completed(rows): ours.setdefault(row["label"], []).append(row)
+    for row in completed(rows): # where no length was asked for, the one that the checkpoint has
+        ours.setdefault(row["label"], []).append(row | dict(max_length=row.get("tokens") or row["max_length"]))
     for cell in paper_cells():
         label = our_label(cell["label"], ours, paper_backbone(base), labels)
         fitting, why = _fitting(cell, ours.get(label, []), how)

@@ -77,7 +77,7 @@ def test_a_score_says_how_much_of_a_text_was_read(tmp_path):
     result = evaluate(tmp_path, str(tmp_path/"short"), "--task", write_set(tmp_path/"set", "set"), "-p",
                       "yardsticks=[]")
     assert result.returncode == 0, result.stderr[-2000:]
-    assert {row["max_length"] for row in read_rows(tmp_path/"runs/evaluate/ledger.jsonl")} == {12}
+    assert {row["tokens"] for row in read_rows(tmp_path/"runs/evaluate/ledger.jsonl")} == {12}
 
 
 def test_every_type_of_text_task_is_measured(tiny, tmp_path):
@@ -201,7 +201,7 @@ def test_the_same_command_tries_only_what_is_missing(half_failed):
     last = json.loads(result.stdout)
     assert result.returncode == 0 and "to compute: 1 of" in result.stderr and last["failed"] == []
     assert main_rows(folder) == [("tiny", "good"), ("tiny", "bad")]
-    assert {row["max_length"] for row in read_rows(folder/"runs/evaluate/ledger.jsonl")} == {64}
+    assert {row["tokens"] for row in read_rows(folder/"runs/evaluate/ledger.jsonl")} == {64}
     assert (last["mean"] == pytest.approx(sum(last["tasks"].values()) / 2)
             and last["by_type"] == {"Retrieval": last["mean"]})
 

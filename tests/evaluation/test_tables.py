@@ -164,6 +164,7 @@ def test_a_shift_beyond_the_tolerance_is_seen(shift, verdict):
 @pytest.mark.parametrize("change, why", [
     (dict(step=60), "ours at step 60, theirs at 1000"),
     (dict(max_length=64), "ours with max_length=64, theirs with 512"),
+    (dict(max_length=0, tokens=64), "ours with max_length=64, theirs with 512"),
     (dict(instructions="mteb"), "ours with instructions=mteb, theirs with paper"),
     (dict(task="LocalWikiRetrieval"), "no rows"),
 ])
