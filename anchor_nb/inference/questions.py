@@ -118,6 +118,7 @@ def answer_of(text: str, address: str, model: str, known: bool) -> str: # "": th
                 raise
             time.sleep(pause(error, wait))
 
+# %% ../../nbs/inference/06_questions.ipynb #0954218d
 def by_address(texts: list, address: str, model: str) -> list: # of answers, in the order of the texts
     "Ask a server, several texts at a time, '' where it fails; ValueError when the first request fails, or most do."
     answers, errors = [], [] # errors: those since the latest answer

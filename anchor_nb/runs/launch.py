@@ -199,8 +199,8 @@ def find_node() -> Node:
     if count == 1: return Node()
     node = Node(count, variable("NODE_RANK", -1), os.environ.get("MASTER_ADDR", ""), variable("MASTER_PORT", 29500))
     if count < 1 or not 0 <= node.rank < count:
-        raise ValueError(f"NODE_RANK is {node.rank} of NNODES={count}; number the nodes from 0 to {count - 1} with that "
-                         "environment variable")
+        raise ValueError(f"NODE_RANK is {node.rank} of NNODES={count}; number the nodes from 0 to {count - 1} with "
+                         "that environment variable")
     if not node.address:
         raise ValueError(f"NNODES={count}, but no meeting point is given; set the environment variable MASTER_ADDR to "
                          "the host name of node 0")

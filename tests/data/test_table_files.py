@@ -44,8 +44,8 @@ def written(path):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "german.csv", "german-blank.csv", "excel.csv", "mark.csv.gz", "A.CSV",
-                                  "a.tsv", "a.tsv.xz", "a.jsonl", "a.ndjson.bz2", "mark.jsonl.zst", "list.json", "held.json.gz", "lines.json",
-                                  "a.parquet"])
+                                  "a.tsv", "a.tsv.xz", "a.jsonl", "a.ndjson.bz2", "mark.jsonl.zst", "list.json",
+                                  "held.json.gz", "lines.json", "a.parquet"])
 def test_the_same_rows_from_every_format(name, tmp_path):
     source = written(tmp_path/name)
     read = list(table_rows(source))

@@ -328,9 +328,11 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch, model):
 
 def test_a_dataset_that_was_searched_is_not_searched_again_nor_for_another_format(tmp_path, monkeypatch):
     (tmp_path/"data").mkdir()
-    for name in "ab": write(tmp_path/f"data/{name}.jsonl", *[dict(query=f"question {n}", positive=f"a question {name} {n}")
-                                                             for n in range(9)])
-    given, real = dict(data=str(tmp_path/"data"), out=str(tmp_path/"out"), model="bm25", percentage=0), mining.write_pairs
+    for name in "ab":
+        write(tmp_path/f"data/{name}.jsonl", *[dict(query=f"question {n}", positive=f"a question {name} {n}")
+                                               for n in range(9)])
+    given = dict(data=str(tmp_path/"data"), out=str(tmp_path/"out"), model="bm25", percentage=0)
+    real = mining.write_pairs
     with monkeypatch.context() as patch:
         patch.setattr(mining, "write_pairs", lambda folder, name, *rest, **how: real(folder, name, *rest, **how)
                       if name == "a" else 1/0)

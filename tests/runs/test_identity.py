@@ -77,7 +77,8 @@ def test_data_on_the_hub_is_known_by_its_content_where_it_is_read(tmp_path, monk
     assert input_hashes(made) == {} and list(identities.inputs_beside(made, {})) == ["corpus"]
     runs.start_run(tmp_path, made)
     version.append("two")
-    with pytest.raises(ValueError, match="the content of corpus hf:o/c has changed since"): runs.start_run(tmp_path, made)
+    with pytest.raises(ValueError, match="the content of corpus hf:o/c has changed since"):
+        runs.start_run(tmp_path, made)
 
 
 @pytest.mark.parametrize("stage", RECIPES)
