@@ -127,11 +127,12 @@ def encode(corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of
            pairs: Parameters = [], as_json: AsJson = False):
     "Encode a corpus to vectors, in shards that are checked and never made twice."
     from anchor_nb.inference.corpus_encoding import encode_corpus
+    given = dict(corpus=corpus, model=model, out=out, processes=gpus, dtype=dtype, columns=read_columns(columns))
     with answering(as_json) as answer:
-        result = encode_corpus(corpus, model, out, gpus, dtype=dtype,
-                               **dict(columns=read_columns(columns)) | read_pairs(pairs))
+        given |= read_pairs(pairs)
+        result = encode_corpus(**given | dict(processes=coerce("processes", given["processes"], int)))
         if os.environ.get("RANK", "0") == "0":
-            there = f"{result['rows']} texts in {result['shards']} shards, {result['bytes']/1e6:.1f} MB, in {out}"
-            answer(result, there, f"{result['made_rows']} of them encoded now, in {result['seconds']:.0f} s")
-    if not result["complete"]:
-        raise typer.Exit(1)
+            so_far = "" if result["complete"] else "; the other processes are still encoding"
+            there = f"{result['rows']} texts in {result['shards']} shards, {result['bytes']/1e6:.1f} MB, in "
+            answer(result, f"{there}{given['out']}{so_far}",
+                   f"{result['made_rows']} of them encoded now, in {result['seconds']:.0f} s")

@@ -36,6 +36,9 @@ def write_text(path: Path,          # the file to write; its folder is created i
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
+    except OSError as error:
+        error.filename = error.filename or str(path) # writing does not say it
+        raise
     finally: draft.unlink(missing_ok=True) # if writing failed
     return path
 
@@ -133,7 +136,10 @@ def clear(left: Path, target: Path):
 def new_folder(target: Path, # the folder to create or replace
               ):             # yields the hidden folder to write into
     "A folder that appears as `target` when the block succeeds, and not at all when it raises."
-    target = Path(target)
+    target = Path(target).resolve() # the folder behind a link, which stays
+    if target.is_mount() or target in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"{target} cannot be replaced, since it is a mount point or holds the current folder; name a "
+                         "folder in it")
     with scratch(target.parent, target.name) as place:
         work, old = place/"new", place/"old"
         work.mkdir()
@@ -158,6 +164,7 @@ def real_places(path: Path) -> list: # of resolved paths
 # %% ../../nbs/core/03_files.ipynb #155532f7
 def local_places(source) -> list: # a path, an address, or a .yaml file that lists some; -> of paths
     "Where a source lies on this machine: itself, the folder of a file:// address, and what a .yaml file lists."
+    source = os.path.expanduser(source)
     scheme, _, rest = str(source).partition("://")
     if scheme in ("file", "local"):
         parts = Path(rest).parts
@@ -176,7 +183,7 @@ def local_places(source) -> list: # a path, an address, or a .yaml file that lis
 def keep_apart(out: str | Path, # what will be written, file or folder
                **sources):      # parameter -> path, or list of paths; values that are not local paths are ignored
     "ValueError if the target is one of the sources, lies inside one, or contains one."
-    out = Path(out)
+    out = Path(out).expanduser()
     targets = real_places(out)
     for name, given in sources.items():
         listed = [given] if isinstance(given, (str, Path)) else given

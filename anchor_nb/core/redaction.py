@@ -21,8 +21,9 @@ def is_secret(name: str) -> bool: # does it name a secret?
 
 # %% ../../nbs/core/04_redaction.ipynb #38041ed7
 HIDDEN = "[hidden]"
-IN_ADDRESS = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@") # of user:password@host
-SIGNED = re.compile(r"([?&][^=&\s]*(?:sig|signature|token|credential)=)[^&\s\"']+", re.IGNORECASE) # of a signed URL
+IN_ADDRESS = re.compile(r"(://[^/\s:@]*:|https?://(?=[^/\s:@?#]+@))[^/\s@]+@") # of user:password@host, token@host
+SIGNED = re.compile(r"([?&][^=&\s]*(?:sig|signature|token|credential|secret|passw(?:or)?d|(?:api|access)[_-]?key)=)"
+                    r"[^&\s\"']+", re.IGNORECASE) # of a signed URL
 
 # %% ../../nbs/core/04_redaction.ipynb #efe07d19
 def secret_values(given: dict = None, # parameters that may hold secrets too

@@ -6,7 +6,7 @@
 __all__ = ['dedup_pairs']
 
 # %% ../../nbs/data/08_deduplication.ipynb #ab2e4a34
-import hashlib, json, re, shutil, tempfile, unicodedata
+import hashlib, json, os, re, shutil, tempfile, unicodedata
 from collections import Counter
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -466,7 +466,7 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
 
     The search keeps what it has done in `out` until the pairs are written; the same call resumes it.
     """
-    check_dedup(out, threshold, remove, format)
+    check_dedup(out := os.path.expanduser(out), threshold, remove, format)
     keep_apart(out, data=data, against=[split_off(folder)[0] for folder in against])
     tests = [read_test(folder, all_documents) for folder in against]
     sources = find_sources(data)

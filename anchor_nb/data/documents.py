@@ -7,7 +7,7 @@ __all__ = ['LONG_WORD', 'ENGLISH', 'Document', 'read_documents', 'Passage', 'fir
            'not_english']
 
 # %% ../../nbs/data/11_documents.ipynb #6b8929d3
-import re
+import os, re
 from collections import Counter
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -35,10 +35,22 @@ def without_pipes(line: str) -> str: # empty: the line below a table's head
     if not re.fullmatch(r"\s*\|.*\|\s*", line): return line
     return " ".join(cell.strip() for cell in line.split("|") if re.search(r"[^\s:-]", cell))
 
+def front_matter(lines: list) -> tuple: # (title, the other lines)
+    "Without the YAML between lines of dashes that generators of sites read at the top of a page."
+    ends = (n for n, line in enumerate(lines[1:], 1) if line.rstrip() in ("---", "..."))
+    end = next(ends, 0) if lines and lines[0].rstrip() == "---" else 0
+    import yaml
+    try: node = yaml.compose("\n".join(lines[1:end]), yaml.SafeLoader)
+    except yaml.YAMLError: return "", lines
+    if not isinstance(node, yaml.MappingNode): return "", lines
+    titles = [value.value for key, value in node.value if key.value == "title" and isinstance(value, yaml.ScalarNode)]
+    return "".join(titles[:1]).strip(), lines[end + 1:]
+
 def from_markdown(name: str, text: str) -> Document:
-    "Markdown, cut at its headings; the first one is the title."
+    "Markdown, cut at its headings; the title is that of its front matter, else the first heading."
     sections, links, fenced = [["", []]], [], False
-    for line in text.splitlines():
+    title, lines = front_matter(text.splitlines())
+    for line in lines:
         if line.lstrip().startswith(("```", "~~~")): fenced = not fenced
         elif not fenced:
             links += LINK.findall(line)
@@ -46,7 +58,7 @@ def from_markdown(name: str, text: str) -> Document:
         heading = None if fenced else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)\s*#*", line)
         if heading: sections.append([heading[1], []])
         else: sections[-1][1].append(line)
-    title = next((heading for heading, _ in sections if heading), "")
+    title = title or next((heading for heading, _ in sections if heading), "")
     sections = [(heading, "\n".join(lines).strip()) for heading, lines in sections]
     return Document(name, title, sections, tuple(links))
 
@@ -59,35 +71,40 @@ def from_text(name: str, text: str) -> Document:
 # %% ../../nbs/data/11_documents.ipynb #0e0d50f9
 class Page(HTMLParser):
     "The title and the sections of a web page."
-    SKIP, BREAK = ("script", "style", "nav", "noscript", "template"), ("p", "div", "li", "br", "tr", "pre", "dt", "dd")
+    SKIP = ("script", "style", "nav", "noscript", "template", "svg")
+    BREAK = dict(p="\n\n", td=" ", th=" ") | dict.fromkeys(("div", "li", "br", "tr", "pre", "dt", "dd"), "\n")
 
     def __init__(self, text: str):
         super().__init__()
-        self.title, self.sections, self.skipped, self.inside = "", [["", ""]], 0, ""
+        self.titles, self.sections, self.skipped, self.inside = [], [["", ""]], 0, ""
         self.links, self.anchor = [], None # anchor: [words, where to] of the link that is open
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         if tag in self.SKIP: self.skipped += 1
+        elif self.skipped: return
         elif re.fullmatch("h[1-6]", tag):
             self.sections.append(["", ""])
             self.inside = "heading"
-        elif tag == "title": self.inside = "title"
+        elif tag == "title":
+            self.titles.append("")
+            self.inside = "title"
         elif tag == "a": self.anchor = ["", dict(attrs).get("href") or ""]
-        elif tag in self.BREAK: self.sections[-1][1] += "\n\n" if tag == "p" else "\n"
+        elif tag in self.BREAK: self.sections[-1][1] += self.BREAK[tag]
 
     def handle_endtag(self, tag):
         if tag in self.SKIP: self.skipped = max(0, self.skipped - 1)
+        elif self.skipped: return
         elif re.fullmatch("h[1-6]|title", tag): self.inside = ""
         elif tag == "a" and self.anchor:
             self.links.append(tuple(self.anchor))
             self.anchor = None
-        elif tag in self.BREAK: self.sections[-1][1] += "\n"
+        elif tag in self.BREAK: self.sections[-1][1] += self.BREAK[tag][:1]
 
     def handle_data(self, data):
         if self.skipped: return
-        if self.inside == "title": self.title += data
+        if self.inside == "title": self.titles[-1] += data
         else: self.sections[-1][0 if self.inside else 1] += data
         if self.anchor and not self.inside: self.anchor[0] += data
 
@@ -96,7 +113,7 @@ def from_html(name: str, text: str) -> Document:
     page, tidy = Page(text), lambda text: " ".join(text.split())
     body = lambda text: "\n\n".join(filter(None, map(tidy, re.split(r"\n\s*\n", text))))
     sections = [(tidy(heading), body(text)) for heading, text in page.sections]
-    title = tidy(page.title) or next((heading for heading, _ in sections if heading), "")
+    title = tidy("".join(page.titles[:1])) or next((heading for heading, _ in sections if heading), "")
     links = tuple((tidy(words), where) for words, where in page.links if words.strip() and where)
     return Document(name, title, sections, links)
 
@@ -201,7 +218,8 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
     check_columns(columns, tuple(NAMES))
     if several := [ours for ours, named in columns.items() if not isinstance(named, str)]:
         raise ValueError(f"columns gives {several[0]} the name {columns[several[0]]!r}; documents take one column each")
-    place = Path(source).expanduser()
+    source = os.path.expanduser(source)
+    place = Path(source)
     far = source.startswith("hf:") or is_address(source)
     if not far and not place.exists() and not Path(source.partition(":")[0]).exists():
         near = f"did you mean {' or '.join(near_paths(source))}?" if near_paths(source) else (

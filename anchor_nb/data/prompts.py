@@ -290,6 +290,12 @@ def is_sentence(source: str) -> bool: # source: as typed
     "Whether a source of instructions is the instruction itself, rather than a name or a file."
     return " " in source.strip() and not source.endswith((".yaml", ".yml")) and not os.path.exists(source)
 
+def listed_instructions(value, source: str, name: str) -> list: # [""]: none
+    "The instructions that a file gives a dataset; ValueError for what is neither a text nor a list of texts."
+    texts = [""] if value in (None, []) else value if isinstance(value, list) else [value]
+    if all(isinstance(text, str) for text in texts): return texts
+    raise ValueError(f"{source}: the instruction of {name} is {value!r}; write a text, or a list of texts")
+
 def load_instructions(source: str, # paper, none, a YAML file of name: instruction(s), or the instruction itself
                      ):           # -> dataset: list of instructions; None: no instructions at all
     "The instructions of every dataset; ValueError when the source is none of these."
@@ -297,13 +303,14 @@ def load_instructions(source: str, # paper, none, a YAML file of name: instructi
     if source == "paper": return paper_instructions()
     if is_sentence(source): return ForAll({"*": [source.strip()]})
     import yaml
+    source = os.path.expanduser(source)
     if not Path(source).is_file():
         raise ValueError(f"instructions={source!r} is neither paper nor none nor a file; write the instruction itself, "
                          "such as 'Given a question, find its answer', or name a YAML file that is there")
     table = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
     if not isinstance(table, dict):
         raise ValueError(f"{source}: write one `dataset: instruction` per line")
-    lists = {name: [value] if isinstance(value, str) else list(value) for name, value in table.items()}
+    lists = {name: listed_instructions(value, source, name) for name, value in table.items()}
     return ForAll(lists) if "*" in lists else lists
 
 # %% ../../nbs/data/04_prompts.ipynb #77ecdb56

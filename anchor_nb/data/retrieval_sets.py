@@ -7,7 +7,7 @@ __all__ = ['Retrieval', 'relevant', 'read_retrieval', 'draw', 'subset', 'as_task
            'clustering_task']
 
 # %% ../../nbs/data/07_retrieval_sets.ipynb #eb165c11
-import gzip, hashlib, json, re, warnings
+import gzip, hashlib, json, os, re, warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ..core.names import near_paths
@@ -140,8 +140,9 @@ def fault_of(cells: list, queries: dict, corpus: dict) -> str: # empty if nothin
 # %% ../../nbs/data/07_retrieval_sets.ipynb #8d5be7f0
 def split_off(folder: str) -> tuple: # (folder, split; empty: not asked for)
     "A folder and the split that its name asks for, as in `my/exam:dev`."
-    path, _, split = str(folder).rpartition(":")
-    return (path, split) if path and not Path(folder).exists() else (str(folder), "")
+    folder = os.path.expanduser(folder)
+    path, _, split = folder.rpartition(":")
+    return (path, split) if path and not Path(folder).exists() else (folder, "")
 
 def set_in(folder: Path) -> Path: # the same, or its only evaluation set
     "The evaluation set that a run of prepare, or a corpus, stands for; ValueError where it has several."

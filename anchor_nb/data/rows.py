@@ -182,14 +182,6 @@ def parsed(source: str, columns: dict = {}) -> Iterator: # columns: our name -> 
         except ValueError as error:
             raise ValueError(f"{place}, {error}") from None
 
-# %% ../../nbs/data/02_rows.ipynb #35eabf75
-E5_FILES = ("allnli", "dureader", "eli5_question_answer", "fever", "hotpot_qa", "miracl", "mrtydi", "nq",
-            "msmarco_passage", "msmarco_document", "quora_duplicates", "squad", "t2ranking", "trivia_qa")
-
-def missing_files(names) -> list: # names of absent files
-    "The E5 files that are missing, if this is the E5 folder at all."
-    return [name for name in E5_FILES if name not in names] if set(names) & set(E5_FILES) else []
-
 # %% ../../nbs/data/02_rows.ipynb #740283a9
 def parser_version() -> str:
     "Changes when the code that reads a row does."
@@ -397,9 +389,7 @@ def load_pairs(data: str | dict, cache_dir: str | Path | None = None, columns: d
         FileNotFoundError: nothing there that holds rows.
     """
     sources, columns = data if isinstance(data, dict) else find_sources(data), pair_columns(columns)
-    if missing := missing_files(sources):
-        warnings.warn(f"{len(missing)} of the {len(E5_FILES)} E5 files are missing, and training does without "
-                      f"them: {', '.join(missing)}")
+
     return {name: load_source(source, cache_dir, columns) for name, source in sources.items()}
 
 # %% ../../nbs/data/02_rows.ipynb #e68724bf

@@ -6,7 +6,7 @@
 __all__ = ['versions', 'divide', 'split_pairs']
 
 # %% ../../nbs/data/10_splitting.ipynb #10527309
-import hashlib, json, math
+import hashlib, json, math, os
 from pathlib import Path
 from ..core.redaction import without_secrets
 from ..core.files import keep_apart, new_folder, write_text
@@ -150,7 +150,7 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
                 columns: dict = {}, # our field -> the data's, see `load_pairs`
                ) -> dict:           # plain values: rows, groups, queries, documents, pairs, interval, ...
     "Divide pairs into training and an exam; ValueError or FileNotFoundError names the fix."
-    check_split(out, share, queries)
+    check_split(out := os.path.expanduser(out), share, queries)
     keep_apart(out, data=data)
     tables, sources = load_pairs(data, columns=columns), find_sources(data)
     rows = [row for table in tables.values() for row in table]

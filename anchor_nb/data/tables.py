@@ -6,7 +6,7 @@
 __all__ = ['open_table', 'file_hash', 'content_hash', 'table_rows', 'is_mixture', 'lines_of', 'mixture', 'find_sources']
 
 # %% ../../nbs/data/01_tables.ipynb #8ae142ea
-import bz2, csv, gzip, hashlib, io, json, lzma, os, shutil, tempfile, time, warnings, zlib
+import bz2, csv, gzip, hashlib, io, json, lzma, os, re, shutil, tempfile, time, warnings, zlib
 from functools import lru_cache
 from glob import escape
 from importlib.util import find_spec
@@ -139,11 +139,16 @@ def row_of(header: list, cells: list) -> dict: # column -> text, or None where t
 def csv_records(path) -> Iterator: # of (number of its first line, cells, the delimiter)
     "The records of a delimited file that are not blank."
     lines = (decoded(line, path, number) for number, line in byte_lines(path))
-    first = next(lines, "")
+    head, stated = [], "" # the lines up to the header
+    for line in lines:
+        excel = re.fullmatch(r'"?sep=(.)"?\s*', line, re.IGNORECASE)
+        if excel: stated, line = excel[1], "\n"
+        head.append(line)
+        if line.strip(): break
     usual = "\t" if format_of(path)[0] == ".tsv" else ","
-    delimiter = max((usual, *",;\t|"), key=first.count) # of equals the first
+    delimiter = stated or max((usual, *",;\t|"), key="".join(head[-1:]).count) # of equals the first
     csv.field_size_limit(max(csv.field_size_limit(), CELL))
-    reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True)
     while True:
         line = reader.line_num + 1
         try: cells = next(reader, None)
@@ -343,13 +348,18 @@ def code_hash(*parts) -> str: # parts: functions
     "Changes when the code of some functions does."
     return hashlib.sha256(b"".join(part.__code__.co_code for part in parts)).hexdigest()
 
-def stored(source: str): # -> datasets.Dataset with a column `place` and one `row`, as JSON
-    "The rows of a file by number."
+@lru_cache(maxsize=2) # a corpus is read piece by piece, and a cached table is checked whole when it is opened
+def stored_version(source: str, content: str): # content: its hash; -> as `stored`
+    "The rows of a version of a file by number."
     suffix = format_of(source)[0]
     def made(source, suffix, content, code):
         for where, row in READERS[suffix](source): yield dict(place=where, row=json.dumps(row))
-    key = dict(source=source, suffix=suffix, content=content_hash(source), code=code_hash(*PARSING))
+    key = dict(source=source, suffix=suffix, content=content, code=code_hash(*PARSING))
     return cached_table(source, key, made, dict(place=str, row=str))
+
+def stored(source: str): # -> datasets.Dataset with a column `place` and one `row`, as JSON
+    "The rows of a file by number."
+    return stored_version(source, content_hash(source))
 
 def indexed(source: str): # -> datasets.Dataset
     "The rows of a source by number: its own table, or what is `stored` of a file that has none."
@@ -479,10 +489,11 @@ def mixture(path) -> dict: # dataset name -> source
 def find_sources(data: str, # a folder, a file, a saved dataset[:split], hf:org/name[:split], an address, or a mixture
                 ) -> dict:  # dataset name -> source
     "The datasets of `data`, by name and in alphabetical order."
+    data = os.path.expanduser(data)
     check_name(data)
     if is_address(data): return {name_of_address(data): data}
     data = product_of(data)
-    if data.startswith("hf:"): return {data.split("/")[-1].partition(":")[0]: data}
+    if data.startswith("hf:"): return {data[3:].split("/")[-1].partition(":")[0]: data}
     whole, _, split = (data, "", "") if Path(data).exists() else data.partition(":")
     path = Path(whole)
     if path.is_file() and not split:

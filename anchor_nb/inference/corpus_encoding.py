@@ -23,7 +23,7 @@ from ..core.settings import Recipe, check_names, identity, setting
 from ..core.redaction import without_secrets
 from ..data.prompts import Prompt
 from ..data.shards import is_address
-from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines,
+from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines, listed,
                                    read_json, renamed, slice_rows)
 from ..data.retrieval_sets import set_in, texts_file
 from ..runs.checkpoints import locked
@@ -88,7 +88,7 @@ class Piece(NamedTuple):
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     "The files of a corpus; of a BEIR folder its documents alone."
-    if beir := texts_file(set_in(Path(corpus)), "corpus"): return [str(beir)]
+    if beir := texts_file(set_in(Path(corpus).expanduser()), "corpus"): return [str(beir)]
     try: return list(find_sources(corpus).values())
     except FileNotFoundError as error:
         raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None
@@ -154,24 +154,29 @@ def read_piece(piece: Piece) -> Iterator: # of (location, row as read)
             yield f"{piece.source}, line {number}", read_json(line, piece.source, number)
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #87d35e9d
-def located(pieces: list, field: str = "", id_field: str = "",
-            columns: dict = {}) -> Iterator: # see `Encoding`; of (location, id, text)
+def located(pieces: list, field: str = "", id_field: str = "", columns: dict = {}, # see `Encoding`
+            whole: bool = True) -> Iterator: # whole: these are all pieces; of (location, id, text)
     "The entries of pieces; ValueError names file, line, field and fix."
-    names = columns | (dict(_id="") if "id" in columns else {})
+    names, title = columns | (dict(_id="") if "id" in columns else {}), columns.get("title")
+    required = [ours for ours, named in columns.items() if named and ours != "title"]
+    unseen = bool(whole and pieces and title)
     for piece in pieces:
         count = 0
         for count, (place, row) in enumerate(read_piece(piece), 1):
-            try: yield place, *entry(renamed(row, names, (*columns,)), piece.first + count - 1, field, id_field)
+            unseen = unseen and not (isinstance(row, dict) and {*listed(title)} & row.keys())
+            try: yield place, *entry(renamed(row, names, required), piece.first + count - 1, field, id_field)
             except ValueError as error:
                 raise ValueError(f"{place}, {error}") from None
         if count != piece.rows:
             raise ValueError(f"{piece.source} had {piece.rows} rows from row {piece.first} on and now has {count}; it "
                              "changed while it was read, run the command again")
+    if unseen:
+        raise ValueError(f"columns says title is {title!r}, which no row has; correct the name")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #dcccd1ea
 def entries(piece: Piece, field: str = "", id_field: str = "", columns: dict = {}) -> tuple: # (ids, texts)
     "The ids and texts of a shard."
-    return tuple(zip(*[(name, text) for _, name, text in located([piece], field, id_field, columns)]))
+    return tuple(zip(*[(name, text) for _, name, text in located([piece], field, id_field, columns, False)]))
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #3d87686f
 def check_ids(pieces: list, field: str = "", id_field: str = "", columns: dict = {}):
@@ -212,13 +217,6 @@ def dequantize(stored: dict, dtype: str, dimension: int) -> np.ndarray: # [rows,
     return vectors*stored["scale"][:, None] if "scale" in stored else vectors
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ae8ddbf5
-def write_synced(path: Path, content: bytes):
-    "Write a file atomically; OSError with the fix when it cannot be written."
-    try: write_text(path, content)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; the shards written so far are complete: make room and run the "
-                                   "same command again", str(path)) from None
-
 def pack_ids(ids: list) -> dict: # name -> array
     "Ids as tensors, since safetensors holds no text."
     raw = [name.encode() for name in ids]
@@ -239,10 +237,10 @@ def shard_file(out, number: int) -> Path:
 def write_shard(file: Path, ids: list, vectors: np.ndarray, dtype: str, first: int):
     "Write a shard, and then the record that makes it count."
     content = save({**quantize(vectors, dtype), **pack_ids(ids)})
-    write_synced(file, content)
+    write_text(file, content)
     record = dict(first=first, rows=len(ids), dimension=vectors.shape[1], bytes=len(content),
                   sha256=hashlib.sha256(content).hexdigest())
-    write_synced(file.with_suffix(".json"), json.dumps(record).encode() + b"\n")
+    write_text(file.with_suffix(".json"), json.dumps(record).encode() + b"\n")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #6d859d5c
 def record_of(file: Path): # -> dict, or None where the shard has to be made
@@ -361,7 +359,7 @@ def register(out: Path, manifest: dict, first: bool = True): # first: does this 
     "Write the manifest, or compare it with the existing one; ValueError names what differs."
     path = Path(out)/"manifest.json"
     if not path.exists():
-        return first and write_synced(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+        return first and write_text(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
     def decisive(manifest): # what the embedder's identity says already is left out of the settings
         repeated = ("instruction", "role", "pooling", "max_length")
         settings = {name: value for name, value in manifest["settings"].items() if name not in repeated
@@ -384,8 +382,8 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
                   **settings,          # the other fields of `Encoding`
                  ) -> dict: # out, rows, shards, dimension, dtype, bytes; made_shards, made_rows, seconds; complete
     "Encode a corpus into `out`, or resume where it was stopped."
-    began, settings = time.monotonic(), Encoding(corpus=str(corpus), model=str(model), out=str(out),
-                                                 **check_names(Encoding, settings))
+    began, out = time.monotonic(), os.path.expanduser(out)
+    settings = Encoding(corpus=str(corpus), model=str(model), out=out, **check_names(Encoding, settings))
     keep_apart(out, corpus=str(corpus), model=[str(model), *chain(find_model(str(model)))])
     first, shared = shared_run()
     announce("reading texts from", corpus)
@@ -400,7 +398,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
         after = finished(out, len(pieces))
     total = lambda key, records: sum(record[key] for record in records)
     made = [record for n, record in after.items() if n not in before]
-    return dict(out=str(out), rows=total("rows", after.values()), shards=len(after),
+    return dict(out=out, rows=total("rows", after.values()), shards=len(after),
                 dimension=next(iter(after.values()))["dimension"] if after else 0, dtype=settings.dtype,
                 bytes=total("bytes", after.values()), made_shards=len(made), made_rows=total("rows", made),
                 seconds=round(time.monotonic() - began, 2), complete=len(after) == len(pieces))

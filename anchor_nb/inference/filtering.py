@@ -6,7 +6,7 @@
 __all__ = ['filter_pairs']
 
 # %% ../../nbs/inference/04_filtering.ipynb #caf05df2
-import json
+import json, os
 from array import array
 from itertools import islice
 from pathlib import Path
@@ -164,7 +164,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
                  columns: dict = {}, # our field -> the data's, see `load_pairs`
                 ) -> dict:       # dataset -> rows, below, above, written, quantiles, histogram
     "Keep rows or negatives between two margins; ValueError or FileNotFoundError names the fix."
-    check_ends(minimum, maximum, each, format, out)
+    check_ends(minimum, maximum, each, format, out := os.path.expanduser(out))
     keep_apart(out, data=data)
     tables, sources, report = load_pairs(data, columns=columns), find_sources(data), {}
     check_target(out, tables, format, ("report.json",), "without_negatives")

@@ -164,7 +164,7 @@ class Pool:
 
     def beside(self, name: str) -> Path: return self.path.with_name(f"{self.path.stem}-{name}.bin")
 
-    def remove(self, names: tuple = FOUND + MINED):
+    def remove(self, names: tuple):
         for name in names: self.beside(name).unlink(missing_ok=True)
 
     def write(self, texts: Iterable):
@@ -287,7 +287,7 @@ def vectors_of(texts: Path, # a file of texts
     precision = Encoding(out="-").precision # of this machine
     decides = [file_hash(texts), vector_identity(*embedder, instruction, role), recipe.dtype, precision]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-    out = Path(recipe.vectors or Path(recipe.out)/"vectors")/f"{texts.stem}-{key}"
+    out = Path(recipe.vectors or Path(recipe.out)/"vectors").expanduser()/f"{texts.stem}-{key}"
     try: return Encoded(out, unit=True)
     except (FileNotFoundError, ValueError): # missing or incomplete
         encode_corpus(str(texts), recipe.model, str(out), recipe.processes, micro_tokens=recipe.micro_tokens,
@@ -391,7 +391,8 @@ def mine_dataset(db, name: str, table, pool: Pool, recipe: Mine,
     "Find the negatives of every row."
     known = pool_texts(db, table, pool, recipe)
     model = "" if recipe.model == "bm25" else planned(recipe.model, recipe.pooling, recipe.max_length)[0]
-    decides = [name, sources, file_hash(pool.path), identity(recipe), model, content_at(recipe.instructions),
+    settings = {key: value for key, value in identity(recipe).items() if key not in ("format", "incomplete")}
+    decides = [name, sources, file_hash(pool.path), settings, model, content_at(recipe.instructions),
                Encoding(out="-").precision, __version__, engine_of("mine"), FOUND]
     mined, more = Mined(pool, known, recipe.negatives, decides), {}
     search = near_by_words if recipe.model == "bm25" else near_by_model
@@ -473,16 +474,17 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
 def mine(recipe: Mine) -> dict: # dataset -> its report
     "Mine every dataset: new pairs in `pairs`, the report in `report.json`."
     tables, sources = check_pairs(recipe)
-    out, report = Path(recipe.out), {}
+    out, report, pools = Path(recipe.out), {}, []
     with new_folder(out/"pairs") as pairs, database() as db:
         find_answers(db, tables)
         for name, table in tables.items():
-            pool = Pool(out/"texts"/f"{name}-documents.jsonl")
+            pools.append(pool := Pool(out/"texts"/f"{name}-documents.jsonl"))
             mined, more = mine_dataset(db, name, table, pool, recipe, sources)
             check_left(name, mined.rows["count"], recipe)
             rows = mined_rows(name, table, pool, mined, recipe)
             written = write_pairs(pairs, name, rows, recipe.format, place=out/"pairs")
             report[name] = summary(mined.rows, len(pool), recipe) | more | dict(written=written["rows"])
-            pool.remove()
+            pool.remove(FOUND)
         write_text(out/"report.json", json.dumps(report, indent=1) + "\n")
+    for pool in pools: pool.remove(MINED) # the pairs are there now
     return report

@@ -6,9 +6,10 @@
 __all__ = ['heading_pairs', 'link_pairs', 'ask', 'found_again']
 
 # %% ../../nbs/inference/06_questions.ipynb #7a3a0b06
-import json, os, posixpath, re, time, urllib.request
+import json, os, posixpath, re, time, urllib.request, warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
 import numpy as np
@@ -88,10 +89,21 @@ def first_question(text: str) -> str: # empty: none
         if "?" in line and 3 <= len(asked.split()) <= 30: return asked + "?"
     return ""
 
-AT_ONCE, WAITS = 8, (1, 5, 0) # requests; seconds after a refusal, and no fourth try; ours
+AT_ONCE, WAITS = 8, (2, 10, 30, 60, 0) # requests; seconds before each further try, and no sixth; ours
+LOST = 3*AT_ONCE # after so many failures in a row a server is asked no more; ours
 
-def answer_of(text: str, address: str, model: str) -> str: # "": the model wrote nothing
-    "Ask a server about one text, again where it is busy; OPENAI_API_KEY is sent where it is set."
+def may_pass(error: Exception, known: bool) -> bool: # known: whether the server has answered before
+    "Whether the same request may succeed later; a server that was never there is not waited for."
+    if isinstance(error, HTTPError): return error.code >= 500 or error.code in (408, 425, 429)
+    return known and isinstance(error, (OSError, HTTPException))
+
+def pause(error: Exception, wait: float) -> float: # seconds
+    "How long to wait before the next try: what the server says, if it says more."
+    asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
+    return max(wait, min(int(asked), 300)) if asked.isdecimal() else wait
+
+def answer_of(text: str, address: str, model: str, known: bool) -> str: # "": the model wrote nothing
+    "Ask a server about one text, again where that may help; OPENAI_API_KEY is sent where it is set."
     asked = dict(role="user", content=PROMPT.format(text=text))
     body = dict(model=model, max_tokens=48, temperature=0, messages=[asked])
     key = os.environ.get("OPENAI_API_KEY")
@@ -101,24 +113,34 @@ def answer_of(text: str, address: str, model: str) -> str: # "": the model wrote
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
                 return json.load(reply)["choices"][0]["message"]["content"] or ""
-        except HTTPError as error:
-            if not wait or error.code not in (429, 500, 502, 503):
+        except (OSError, HTTPException) as error:
+            if not wait or not may_pass(error, known):
                 raise
-            time.sleep(wait)
+            time.sleep(pause(error, wait))
 
+# %% ../../nbs/inference/06_questions.ipynb #0954218d
 def by_address(texts: list, address: str, model: str) -> list: # of answers, in the order of the texts
-    "Ask a server, several texts at a time; ValueError when it does not answer."
-    answers = []
+    "Ask a server, several texts at a time, '' where it fails; ValueError when the first request fails, or most do."
+    answers, errors = [], [] # errors: those since the latest answer
+    def answer(text):
+        if lost := errors[LOST:]: return lost[0]
+        try: reply = answer_of(text, address, model, bool(answers))
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            errors.append(error)
+            return error
+        errors.clear()
+        return reply
+    answers += map(answer, texts[:1])
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        try:
-            for answer in pool.map(lambda text: answer_of(text, address, model), texts):
-                answers.append(answer)
-                if len(answers) % 100 == 0: announce(f"questions: {len(answers)} of {len(texts)}")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            pool.shutdown(cancel_futures=True)
-            raise ValueError(f"generator={address} gave no answer ({error}); start the server, set OPENAI_API_KEY if "
-                             "it wants a key, or name a model") from None
-    return answers
+        for reply in pool.map(answer, () if errors else texts[1:]):
+            answers.append(reply)
+            if len(answers) % 100 == 0: announce(f"questions: {len(answers)} of {len(texts)}")
+    failed = [reply for reply in answers if isinstance(reply, Exception)]
+    if 2*len(failed) > len(answers):
+        raise ValueError(f"generator={address} gave no answer ({failed[-1]}); start the server, set OPENAI_API_KEY if "
+                         "it wants a key, or name a model")
+    if failed: warnings.warn(f"{address} gave no answer to {len(failed)} of {len(texts)} texts ({failed[-1]})")
+    return ["" if isinstance(reply, Exception) else reply for reply in answers]
 
 # %% ../../nbs/inference/06_questions.ipynb #24d8a8e3
 @torch.inference_mode()

@@ -6,11 +6,11 @@
 __all__ = ['SEARCH', 'search', 'Hit', 'Index', 'is_shards', 'check_corpus', 'open_index', 'bm25_weight', 'search_corpus']
 
 # %% ../../nbs/inference/02_search.ipynb #5fd08e98
-import json, math
+import json, math, os
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Iterable, Literal, NamedTuple, Self, overload
+from typing import Iterable, NamedTuple, Self, overload
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -27,8 +27,6 @@ from .corpus_encoding import (CORPUS, Encoded, corpus_sources, differences, load
 from .words import DEPTH, Words, fuse
 
 # %% ../../nbs/inference/02_search.ipynb #4d2d1b0a
-Backend = Literal["auto", "faiss", "torch"]
-
 class Found(NamedTuple):
     "The nearest documents of some queries, the best first; equal scores come in the order of the corpus."
     scores: np.ndarray  # [queries, k] fp32; cosines where the vectors have length 1
@@ -36,9 +34,7 @@ class Found(NamedTuple):
 
 def by_faiss(queries: np.ndarray, corpus: np.ndarray, k: int) -> tuple: # (scores, numbers)
     "Exact search by faiss, without a copy of the corpus."
-    try: import faiss
-    except ImportError:
-        raise ValueError('backend=faiss needs faiss: pip install "anchor_nb[search]", or use backend=torch') from None
+    import faiss
     return faiss.knn(queries, corpus, k, metric=faiss.METRIC_INNER_PRODUCT)
 
 # %% ../../nbs/inference/02_search.ipynb #81b1c0d3
@@ -92,18 +88,16 @@ def check_vectors(queries, corpus, k: int) -> tuple: # (queries, corpus): [rows,
 def search(queries,                # [queries, dimension], or one vector: array or tensor
            corpus,                 # [documents, dimension]; a memory-mapped array is read once
            k: int = 10,            # documents for each query; fewer where the corpus has fewer
-           backend: Backend = "auto", # faiss, torch, or auto: faiss where it is installed and the corpus in memory
           ) -> Found:              # scores and rows of the corpus, both [queries, k]
     "The documents with the largest inner products; ValueError for vectors that cannot be compared."
     k = whole_number("k", k)
     asked, given = check_vectors(queries, corpus, k)
-    if backend not in ("auto", "faiss", "torch"):
-        raise ValueError(f"backend={backend!r}; choose auto, faiss or torch")
-    if backend == "auto": backend = "faiss" if find_spec("faiss") and given.device.type == "cpu" else "torch"
+
     k = min(k, len(given))
     if not len(asked): return Found(np.empty((0, k), np.float32), np.empty((0, k), np.int64))
     array = lambda side: np.ascontiguousarray(side.cpu())
-    scores, numbers = by_torch(asked, given, k) if backend == "torch" else by_faiss(array(asked), array(given), k)
+    faiss = find_spec("faiss") and given.device.type == "cpu"
+    scores, numbers = by_faiss(array(asked), array(given), k) if faiss else by_torch(asked, given, k)
     if np.isnan(scores).any() or (numbers < 0).any():
         raise ValueError("the corpus has a vector that is not finite; look for NaN in what encoded it")
     order = np.lexsort((numbers, -scores))
@@ -301,19 +295,18 @@ class Index(Stored):
     def __repr__(self): return f"Index({len(self)} documents, {self.vectors.shape[1]} dimensions, {self.embedder!r})"
 
     @overload
-    def search(self, queries: str, k: int = 10, instruction: str = "", backend: Backend = "auto",
-               bm25: float = 0.0) -> list[Hit]: ...
+    def search(self, queries: str, k: int = 10, instruction: str = "", bm25: float = 0.0) -> list[Hit]: ...
     @overload
-    def search(self, queries: Iterable[str], k: int = 10, instruction: str = "", backend: Backend = "auto",
+    def search(self, queries: Iterable[str], k: int = 10, instruction: str = "",
                bm25: float = 0.0) -> list[list[Hit]]: ...
-    def search(self, queries, k=10, instruction="", backend="auto", bm25=0.0):
+    def search(self, queries, k=10, instruction="", bm25=0.0):
         """The nearest documents of a query, or of each of several.
 
         Args:
             queries: a query, or several.
             k: documents for each; fewer where the index has fewer.
             instruction: of the task, for queries; or the name of a prompt. Empty: the checkpoint's query prompt.
-            backend: faiss, torch, or auto: faiss where it is installed. Both search exactly.
+
             bm25: weight of BM25 beside the vectors, from 0 to 1; see `fuse`. ValueError with a `k` over 100, or
                 where the index has no texts.
 
@@ -325,7 +318,7 @@ class Index(Stored):
         check_weight(bm25, k)
         asked = self.embedder.encode_query(texts, instruction, normalize_embeddings=True,
                                            truncate_dim=self.truncate_dim)
-        matches = search(asked, self.vectors, DEPTH if bm25 else k, backend)
+        matches = search(asked, self.vectors, DEPTH if bm25 else k)
         rankings = [dict(zip(*row)) for row in zip(matches.numbers.tolist(), matches.scores.tolist())]
         if bm25: rankings = [with_words(self, *pair, bm25) for pair in zip(texts, rankings)]
         hits = [[Hit(self.ids[n], score, self.texts[n]) for n, score in list(ranking.items())[:k]]
@@ -409,6 +402,7 @@ def is_shards(folder: str) -> bool: # other folders have a manifest.json too
 
 def check_corpus(corpus: str):
     "FileNotFoundError or ValueError when no corpus, shards or index is there; call it before loading a model."
+    corpus = os.path.expanduser(corpus)
     if not (Path(corpus)/MANIFEST).is_file() and not is_shards(corpus): corpus_sources(corpus)
 
 # %% ../../nbs/inference/02_search.ipynb #5e41024d
@@ -440,6 +434,7 @@ def open_index(embedder: AnchorEmbedder,
                columns: dict = {},    # of a corpus: the columns of text, title and id
               ) -> Index:
     "An index of the documents at a path; ValueError if `keep` holds an index of other documents."
+    corpus, keep, texts = map(os.path.expanduser, (corpus, keep, texts))
     stored = (Path(corpus)/MANIFEST).is_file()
     check_unused(corpus, stored, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
                  truncate_dim=truncate_dim)

@@ -87,7 +87,8 @@ def check_places(stage: str, values: dict): # all parameters
     if stage not in RECIPES: return
     if not values["out"]:
         raise ValueError("out is empty; name a folder for the run, such as -p out=runs/mine")
-    place = next(path for path in (Path(values["out"]), *Path(values["out"]).parents) if path.exists())
+    out = Path(values["out"]).expanduser()
+    place = next(path for path in (out, *out.parents) if path.exists())
     if not place.is_dir():
         raise NotADirectoryError(f"out={values['out']}: {place} is a file; give another folder")
     data = values.get("data") or ""
@@ -106,7 +107,7 @@ def check_places(stage: str, values: dict): # all parameters
 # %% ../../nbs/runs/02_checkpoints.ipynb #93d99bcd
 def check_apart(stage: str, values: dict): # parameters, `out` among them
     "ValueError if a stage would write into its input, or training would overwrite the model it starts from."
-    out = Path(values["out"]).resolve()
+    out = Path(values["out"]).expanduser().resolve()
     given = [("data", source) for source in local_places(values.get("data") or "")]
     given += [(name, values.get(name)) for name in ("model", "a", "b", "again", "guide")]
     for name, source in given:

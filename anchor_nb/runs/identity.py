@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from .. import __version__
 from ..data.shards import is_address, name_of_address
-from ..data.tables import content_hash, is_mixture, mixture
+from ..data.tables import content_hash, find_sources, is_mixture, mixture
 from ..data.retrieval_sets import split_off
 from ..core.settings import identity
 from ..core.redaction import without_secrets
@@ -19,6 +19,7 @@ from ..core.redaction import without_secrets
 # %% ../../nbs/runs/05_identity.ipynb #67c0a0bc
 def content_at(path: str) -> str: # sha256; empty where there is no file or folder, such as for a long text
     "The hash of the content at a path."
+    path = os.path.expanduser(path)
     return content_hash(path) if os.path.isfile(path) or os.path.isdir(path) else ""
 
 # %% ../../nbs/runs/05_identity.ipynb #cdc5a098
@@ -40,6 +41,7 @@ def run_content(path: str) -> str: # sha256; empty for a hub id or a short name
 def files_content(path: str) -> str: # sha256, of a dataset with its name before it; empty where nothing is there
     "Files as a stage reads them: a dataset is named after its file, and the name chooses instruction and ratio."
     if is_address(path): return f"{name_of_address(path)} {content_hash(path)}"
+    if path.startswith("hf:"): return f"{next(iter(find_sources(path)))} {content_hash(path)}"
     folder, split = split_off(path)
     place, content = Path(folder), content_at(folder)
     if content and is_mixture(place):
@@ -72,10 +74,12 @@ def inputs_of(recipe) -> dict: # address such as ("models", "ours") -> (kind of 
 # %% ../../nbs/runs/05_identity.ipynb #53be50b4
 def input_hashes(recipe,           # a recipe
                  skip=lambda address, path: False, # what to leave out, such as paths inside a sweep
+                 hub: bool = False, # data on the hub counts too, and is fetched for that
                 ) -> dict:         # address -> sha256 of what lies there
     "The content of everything a recipe reads, except what its name already identifies."
     known = inputs_of(recipe).items()
-    hashes = {address: CONTENT[kind](path) for address, (kind, path) in known if not skip(address, path)}
+    hashes = {address: CONTENT[kind](path) for address, (kind, path) in known
+              if not skip(address, path) and (hub or not path.startswith("hf:"))}
     return {address: sha256 for address, sha256 in hashes.items() if sha256}
 
 # %% ../../nbs/runs/05_identity.ipynb #60d4ffd8
@@ -84,7 +88,8 @@ LISTED = ("data", "tasks", "data_root") # whose content a stage lists by itself,
 # %% ../../nbs/runs/05_identity.ipynb #c92c18d8
 def inputs_beside(recipe, data: dict) -> dict: # parameter, or parameter.label -> sha256
     "The content of everything a recipe reads that is not listed in `data`."
-    hashes = input_hashes(recipe, lambda address, path: bool(data) and address[0] in LISTED)
+    listed = lambda address, path: address[0] in LISTED and (bool(data) or path.startswith("hf:"))
+    hashes = input_hashes(recipe, listed, hub=True)
     return {".".join(map(str, address)): sha256 for address, sha256 in hashes.items()}
 
 # %% ../../nbs/runs/05_identity.ipynb #eb6238bc

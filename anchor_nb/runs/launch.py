@@ -9,7 +9,7 @@ __all__ = ['environment', 'usable_gpus', 'find_node', 'already_launched', 'stale
 import ctypes, gc, json, multiprocessing, os, shutil, signal, socket, sys, threading, time, traceback, uuid
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Literal, NamedTuple
+from typing import Any, Callable, NamedTuple
 from ..core.errors import Stopped
 from ..core.files import write_text
 from ..core.redaction import without_secrets
@@ -169,19 +169,13 @@ def importable(function) -> bool: # whether another process can import it by nam
     return function.__module__ != "__main__" and getattr(module, function.__qualname__, None) is function
 
 # %% ../../nbs/runs/01_launch.ipynb #09d453db
-def choose_start(function, start_method: str, cuda_awake: bool) -> str: # start_method: auto, fork or spawn
-    "fork or spawn; RuntimeError when neither works. `cuda_awake`: CUDA is initialised or bitsandbytes imported."
-    if start_method not in ("auto", "fork", "spawn"):
-        raise ValueError(f"start_method={start_method!r}; choose auto, fork or spawn")
-    method = start_method if start_method != "auto" else "spawn" if cuda_awake else "fork"
-    if method == "fork" and cuda_awake:
-        raise RuntimeError("CUDA is initialised in this kernel, or bitsandbytes imported, so processes cannot be "
-                           "forked; restart the kernel or use start_method='spawn'")
-    if method == "spawn" and not importable(function):
-        raise RuntimeError(f"{function.__name__} was defined in a cell and cannot be sent to spawned processes; "
-                           "import it from a module, or restart the kernel so that CUDA is not initialised and "
-                           "processes can be forked")
-    return method
+def choose_start(function, cuda_awake: bool) -> str: # cuda_awake: CUDA is initialised, or bitsandbytes imported
+    "fork or spawn; RuntimeError when neither works."
+    if not cuda_awake: return "fork"
+    if importable(function): return "spawn"
+    raise RuntimeError(f"{function.__name__} was defined in a cell and cannot be sent to spawned processes; "
+                       "import it from a module, or restart the kernel so that CUDA is not initialised and "
+                       "processes can be forked")
 
 # %% ../../nbs/runs/01_launch.ipynb #a07c77b4
 class Node(NamedTuple):
@@ -189,7 +183,7 @@ class Node(NamedTuple):
     count: int = 1              # machines
     rank: int = 0               # this one's number
     address: str = "127.0.0.1"  # of machine 0
-    port: int = 0               # there; 0: any free one
+    port: int = 0               # there; 0: any free one, for a single machine
 
 def variable(name: str, default: int) -> int:
     "A number from the environment."
@@ -199,35 +193,29 @@ def variable(name: str, default: int) -> int:
     return int(text)
 
 # %% ../../nbs/runs/01_launch.ipynb #9befae81
-def find_node(nodes: int = 0,         # machines; 0: from NNODES, else 1
-              node_rank: int = -1,    # this one's number; -1: from NODE_RANK
-              main_address: str = "", # host name or address of machine 0; empty: from MASTER_ADDR
-              main_port: int = 0,     # port there; 0: from MASTER_PORT, else 29500; on a single node any free one
-             ) -> Node:
-    "This machine's place in the launch; ValueError says what is missing."
-    count = nodes or variable("NNODES", 1)
-    if count == 1: return Node(port=main_port)
-    node = Node(count, node_rank if node_rank >= 0 else variable("NODE_RANK", -1),
-                main_address or os.environ.get("MASTER_ADDR", ""), main_port or variable("MASTER_PORT", 29500))
+def find_node() -> Node:
+    "This machine's place in the launch, from the environment; ValueError says what is missing."
+    count = variable("NNODES", 1)
+    if count == 1: return Node()
+    node = Node(count, variable("NODE_RANK", -1), os.environ.get("MASTER_ADDR", ""), variable("MASTER_PORT", 29500))
     if count < 1 or not 0 <= node.rank < count:
-        raise ValueError(f"node_rank={node.rank} of nodes={count}; number the nodes from 0 to {count - 1}, with "
-                         "node_rank or the environment variable NODE_RANK")
+        raise ValueError(f"NODE_RANK is {node.rank} of NNODES={count}; number the nodes from 0 to {count - 1} with "
+                         "that environment variable")
     if not node.address:
-        raise ValueError(f"nodes={count}, but no meeting point is given; give main_address or the environment "
-                         "variable MASTER_ADDR, the host name of node 0")
+        raise ValueError(f"NNODES={count}, but no meeting point is given; set the environment variable MASTER_ADDR to "
+                         "the host name of node 0")
     return node
 
 # %% ../../nbs/runs/01_launch.ipynb #3594d767
 def check_port(node: Node):
-    "OSError when machine 0 cannot listen on the requested port."
+    "OSError when machine 0 of several cannot listen on its port."
     if node.rank or not node.port: return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try: probe.bind(("", node.port))
         except OSError as error:
-            free = "0 for any free one" if node.count == 1 else "another one on all nodes"
-            raise OSError(error.errno, f"main_port={node.port} cannot be used here: {error.strerror}; another launch "
-                                       f"may have it, give {free}") from None
+            raise OSError(error.errno, f"MASTER_PORT={node.port} cannot be used here: {error.strerror}; another launch "
+                                       "may have it, set another one on all nodes") from None
 
 def rendezvous(node: Node) -> dict: # for torch's launcher
     "The rendezvous: a unique one, or the one that was requested."
@@ -254,7 +242,7 @@ def start_ranks(rank: Rank, args: tuple, processes: int, start_method: str, node
     finally: gc.unfreeze()
 
 # %% ../../nbs/runs/01_launch.ipynb #7714830a
-def launch_many(function, args: tuple, processes: int, run_dir: Path, start_method: str, node: Node):
+def launch_many(function, args: tuple, processes: int, run_dir: Path, node: Node):
     "Run `function` in several processes; what this node's first returned. `LaunchError`, or `Stopped` on a signal."
     import torch
     from accelerate.utils import check_cuda_p2p_ib_support
@@ -262,7 +250,7 @@ def launch_many(function, args: tuple, processes: int, run_dir: Path, start_meth
         raise RuntimeError("an Accelerator has been made in this kernel, so it cannot launch several processes; "
                            "restart the kernel and make the Accelerator inside the launched function")
     check_port(node)
-    start = choose_start(function, start_method, torch.cuda.is_initialized() or "bitsandbytes" in sys.modules)
+    start = choose_start(function, torch.cuda.is_initialized() or "bitsandbytes" in sys.modules)
     threads = 1 if start == "fork" else max(1, (os.cpu_count() or 1)//processes)
     folders = [Path(run_dir).resolve()/f"launch-{k}".removesuffix("-0") for k in range(node.count)]
     shutil.rmtree(mine := folders[node.rank], ignore_errors=True)
@@ -326,23 +314,17 @@ def forget_stale_ranks():
           "Ignored; unset it, or start all processes with torchrun", file=sys.stderr, flush=True)
 
 # %% ../../nbs/runs/01_launch.ipynb #9e866119
-def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str = "runs/launch",
-           mixed_precision: Literal["no", "fp16", "bf16"] = "no",
-           start_method: Literal["auto", "fork", "spawn"] = "auto", nodes: int = 0, node_rank: int = -1,
-           main_address: str = "", main_port: int = 0) -> Any:
+def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str = "runs/launch") -> Any:
     """Run `function(*args)` in `processes` processes on each node, from a notebook or under torchrun.
+
+    Several nodes find each other by the environment variables NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
     Args:
         function: what each process runs, such as `train`; its result must be plain values.
         args: what it is given.
         processes: how many on this machine; 0: one for each GPU. A single one runs here, without a new process.
         run_dir: failed ranks leave notes in its subfolder `launch`; with several nodes, a folder that all share.
-        mixed_precision: what an `Accelerator` made in `function` uses: no, fp16 or bf16.
-        start_method: fork, spawn, or auto: fork, but spawn where CUDA is initialised.
-        nodes: machines; 0: as the environment variable NNODES says, else 1.
-        node_rank: this machine's number; -1: as NODE_RANK says.
-        main_address: host name or address of machine 0; empty: as MASTER_ADDR says.
-        main_port: a port there; 0: as MASTER_PORT says, else 29500. On a single node, any free one.
+
 
     Returns:
         What rank 0 returned; on another node than the first, what its first rank returned.
@@ -352,14 +334,12 @@ def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str
         Stopped: a signal came.
         ValueError: a setting that cannot be.
     """
-    if mixed_precision not in ("no", "fp16", "bf16"):
-        raise ValueError(f"mixed_precision={mixed_precision!r}; choose no, fp16 or bf16")
     forget_stale_ranks()
-    with environment(accelerate_mixed_precision=mixed_precision):
+    with environment(accelerate_mixed_precision="no"): # training casts by itself
         if already_launched(): return json.loads(as_json(function(*args)))
-        count, node = process_count(processes, usable_gpus()), find_node(nodes, node_rank, main_address, main_port)
+        count, node = process_count(processes, usable_gpus()), find_node()
         alone = count == 1 == node.count
         def start():
             if alone: return launch_one(function, args)
-            return launch_many(function, args, count, run_dir, start_method, node)
+            return launch_many(function, args, count, run_dir, node)
         return with_half_the_memory(start, run_dir)

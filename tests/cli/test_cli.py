@@ -259,6 +259,20 @@ def test_an_answer_is_one_json_object_if_asked_for_and_a_few_lines_if_not(name, 
     assert ("which have no such field: doc" in shown.stdout) == (name in ("dedup", "filter"))
 
 
+@pytest.mark.parametrize("rank", ["0", "1", None])
+def test_a_rank_that_is_done_first_does_not_fail(stubbed, monkeypatch, rank):
+    "torchrun ends all others when one fails."
+    for name, value in dict(RANK=rank, MASTER_ADDR="127.0.0.1").items() if rank else (): monkeypatch.setenv(name, value)
+    given = {}
+    def encode(**settings):
+        given.update(settings)
+        return dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=False)
+    monkeypatch.setattr("anchor_nb.inference.corpus_encoding.encode_corpus", encode)
+    result = invoke("encode", "x", "--out", "y", "-p", "dtype=int8", "-p", "out=z", "-p", "processes=2")
+    assert result.exit_code == 0 and ("in z; the other processes" in result.output) == (rank != "1"), result.output
+    assert given == dict(corpus="x", model="smollm2-135m", out="z", processes=2, dtype="int8", columns={})
+
+
 def test_every_command_that_has_json_is_tried():
     from typer.main import get_command
     having = [name for name, command in get_command(app).commands.items() if any("--json" in one.opts

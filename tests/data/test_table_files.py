@@ -8,10 +8,16 @@ import random
 import pandas
 import pytest
 
+from anchor_nb.core.files import keep_apart
+from anchor_nb.data import tables
 from anchor_nb.data.inspection import inspect_pairs
+from anchor_nb.data.prompts import load_instructions
+from anchor_nb.data.retrieval_sets import split_off
 from anchor_nb.data.rows import load_pairs, parsed
 from anchor_nb.data.splitting import group_rows, split_pairs
 from anchor_nb.data.tables import find_sources, indexed, is_lines, table_rows, slice_rows
+from anchor_nb.inference.corpus_encoding import corpus_sources
+from anchor_nb.runs.identity import content_at
 
 ROWS = [dict(query="Wie heißt\ndas Haus?", positive='Das "Haus"; es heißt so.', negative="Nein, anders\tgesagt"),
         dict(query="5", positive="fünf", negative=None)] * 3
@@ -23,7 +29,9 @@ def written(path):
     name = path.name.lower()
     if name.startswith("list"): lines = json.dumps(ROWS, indent=1)
     if name.startswith("held"): lines = json.dumps(dict(version=1, rows=ROWS))
-    if ".csv" in name: lines = table.to_csv(index=False, sep=";" if name.startswith("german") else ",")
+    if ".csv" in name: lines = table.to_csv(index=False, sep=";" if name.startswith(("german", "excel")) else ",")
+    if "blank" in name: lines = "\n \n" + lines
+    if name.startswith("excel"): lines = "sep=;\n" + lines
     if ".tsv" in name: lines = table.to_csv(index=False, sep="\t")
     content = lines.encode("utf-8-sig" if name.startswith("mark") else "utf-8")
     for suffix, packed in ((".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)):
@@ -35,9 +43,9 @@ def written(path):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "german.csv", "mark.csv.gz", "A.CSV", "a.tsv", "a.tsv.xz", "a.jsonl",
-                                  "a.ndjson.bz2", "mark.jsonl.zst", "list.json", "held.json.gz", "lines.json",
-                                  "a.parquet"])
+@pytest.mark.parametrize("name", ["a.csv", "german.csv", "german-blank.csv", "excel.csv", "mark.csv.gz", "A.CSV",
+                                  "a.tsv", "a.tsv.xz", "a.jsonl", "a.ndjson.bz2", "mark.jsonl.zst", "list.json",
+                                  "held.json.gz", "lines.json", "a.parquet"])
 def test_the_same_rows_from_every_format(name, tmp_path):
     source = written(tmp_path/name)
     read = list(table_rows(source))
@@ -50,6 +58,30 @@ def test_the_same_rows_from_every_format(name, tmp_path):
     table, = load_pairs(source, tmp_path/"cache").values()
     assert table["positives"][:2] == [[row["positive"]] for row in ROWS[:2]]
     assert table["negatives"][:2] == [[ROWS[0]["negative"]], []]
+
+
+def test_a_table_is_checked_once_however_many_pieces_are_read(tmp_path, monkeypatch):
+    source, checked, real = written(tmp_path/"a.csv"), [], tables.damage
+    monkeypatch.setattr(tables, "damage", lambda folder: checked.append(folder) or real(folder))
+    indexed(source)
+    tables.stored_version.cache_clear() # as in another process
+    for first in range(len(ROWS)): assert len(list(slice_rows(source, first, 1))) == 1
+    assert len(checked) == 1
+    (tmp_path/"a.csv").write_text("query,positive\nnew,row\n")
+    assert [row for _, row in slice_rows(source, 0, 1)] == [dict(query="new", positive="row")]
+
+
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = written(tmp_path/"a.csv")
+    (tmp_path/"mine.yaml").write_text("a: one\n")
+    assert find_sources("~/a.csv") == find_sources("~") == dict(a=source)
+    assert corpus_sources("~/a.csv") == [source] and split_off("~/a.csv:dev") == (source, "dev")
+    assert load_instructions("~/mine.yaml") == dict(a=["one"]) and content_at("~/a.csv") == content_at(source)
+    with pytest.raises(ValueError, match="what is read there could be lost"): keep_apart(source, data="~/a.csv")
+    with pytest.raises(ValueError, match="what is read there could be lost"): keep_apart("~/a.csv", data=source)
+    split_pairs("~/a.csv", "~/out", queries=1)
+    assert (tmp_path/"out/exam").is_dir()
 
 
 COLUMNS = dict(query="frage", positive="antwort")

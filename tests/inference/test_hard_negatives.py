@@ -326,6 +326,23 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path, monkeypatch, model):
     assert (tmp_path/"out/pairs/toy.jsonl").read_bytes() == (tmp_path/"whole/pairs/toy.jsonl").read_bytes()
 
 
+def test_a_dataset_that_was_searched_is_not_searched_again_nor_for_another_format(tmp_path, monkeypatch):
+    (tmp_path/"data").mkdir()
+    for name in "ab":
+        write(tmp_path/f"data/{name}.jsonl", *[dict(query=f"question {n}", positive=f"a question {name} {n}")
+                                               for n in range(9)])
+    given = dict(data=str(tmp_path/"data"), out=str(tmp_path/"out"), model="bm25", percentage=0)
+    real = mining.write_pairs
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "write_pairs", lambda folder, name, *rest, **how: real(folder, name, *rest, **how)
+                      if name == "a" else 1/0)
+        with pytest.raises(ZeroDivisionError): mine(rules(**given))
+    monkeypatch.setattr(mining, "near_by_words", lambda *_, batch=9: iter([])) # finds nothing
+    report = mine(rules(format="gritlm", incomplete="drop", **given))
+    assert [report[name]["written"] for name in "ab"] == [9, 9]
+    assert not [path for path in (tmp_path/"out/texts").iterdir() if path.suffix == ".bin"]
+
+
 def test_an_approximate_search_that_looks_everywhere_is_the_exact_one(tmp_path, monkeypatch):
     pytest.importorskip("faiss")
     corpus = write(tmp_path/"corpus.jsonl", *[dict(text=f"text number {n} of many") for n in range(300)])

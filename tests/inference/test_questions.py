@@ -2,6 +2,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.error import HTTPError
 
 import pytest
 
@@ -9,6 +10,8 @@ from anchor_nb.data.documents import Document, passages_of
 from anchor_nb.inference import questions
 from anchor_nb.inference.questions import ask, link_pairs
 
+
+REFUSED = dict(busy=429, slow=504, secret=401, long=400, gone=503)
 
 @pytest.fixture
 def server(monkeypatch):
@@ -23,9 +26,12 @@ def server(monkeypatch):
             text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
             keys.append(self.headers["Authorization"])
             number = text.split("number ")[1].split()[0]
-            busy = "busy" in text and number not in refused
+            again = number in refused
             refused.add(number)
-            self.send_response(429 if busy else 401 if "secret" in text else 200)
+            if "reset" in text and not again: return self.connection.close()
+            code = next((code for kind, code in REFUSED.items() if kind in text), 200)
+            self.send_response(200 if again and code in (429, 504) else code)
+            if "cut" in text and not again: self.send_header("Content-Length", "999")
             self.end_headers()
             content = None if "silent" in text else f"Who lives in house number {number}?"
             self.wfile.write(json.dumps(None if "nothing" in text else
@@ -40,10 +46,37 @@ def server(monkeypatch):
 def test_a_server_is_asked_again_when_busy_and_answers_keep_their_order(server, monkeypatch):
     address, keys = server
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    kinds = ["plain", "busy", "silent"]
-    texts = [f"House number {n} is {kinds[n % 3]}." for n in range(30)]
-    assert ask(texts, address) == ["" if n % 3 == 2 else f"Who lives in house number {n}?" for n in range(30)]
-    assert set(keys) == {"Bearer k"} and len(keys) == 40, "ten were refused once"
+    kinds = ["plain", "busy", "silent", "slow", "reset", "cut"]
+    texts = [f"House number {n} is {kinds[n % 6]}." for n in range(30)]
+    assert ask(texts, address) == ["" if n % 6 == 2 else f"Who lives in house number {n}?" for n in range(30)]
+    assert set(keys) == {"Bearer k"} and len(keys) == 50, "twenty were refused once"
+
+
+@pytest.mark.parametrize("kind, tries", [("long", 1), ("gone", 3), ("nothing", 1)])
+def test_answers_are_kept_where_a_few_texts_get_none(server, kind, tries):
+    address, keys = server
+    texts = [f"House number {n} is {kind if n % 3 == 1 else 'plain'}." for n in range(12)]
+    with pytest.warns(UserWarning, match="gave no answer to 4 of 12 texts"): found = ask(texts, address)
+    assert found == ["" if n % 3 == 1 else f"Who lives in house number {n}?" for n in range(12)]
+    assert len(keys) == 8 + 4*tries
+
+
+@pytest.mark.parametrize("plain", [1, 120])
+def test_a_server_that_has_gone_is_asked_no_more(server, plain):
+    address, keys = server
+    texts = [f"House number {n} is {'plain' if n < plain else 'gone'}." for n in range(plain + 100)]
+    if plain == 1:
+        with pytest.raises(ValueError, match="no answer .*503"): ask(texts, address)
+    else:
+        with pytest.warns(UserWarning, match="gave no answer to 100 of 220 texts"): found = ask(texts, address)
+        assert [*map(bool, found)] == [True]*120 + [False]*100
+    assert len(keys) < plain + 3*(questions.LOST + 2*questions.AT_ONCE)
+
+
+def test_the_server_says_how_long_to_wait():
+    busy = lambda text: HTTPError("", 429, "busy", {"Retry-After": text} if text else {}, None)
+    errors = (busy(""), busy("2"), busy("40"), busy("Wed, 21 Oct"), OSError())
+    assert [questions.pause(error, 5) for error in errors] == [5, 5, 40, 5, 5]
 
 
 @pytest.mark.parametrize("kind, said", [("secret", "401"), ("nothing", "NoneType")])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from common import check_pinned, toy_pairs
 
-from anchor_nb.runs import ledger, manifest as runs
+from anchor_nb.runs import identity as identities, ledger, manifest as runs
 from anchor_nb.experiments import sweeps
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.data.tables import content_hash
@@ -67,6 +67,18 @@ def test_changed_content_behind_a_path_is_another_run(tmp_path, stage, f, shape)
     with pytest.raises(ValueError, match=f"the content of {f.name}.* has changed since"): runs.start_run(out, made)
     rewrite(decisive, decisive.read_text().replace("two", "one"))
     assert runs.start_run(out, made) == "resume" and hashed_out(made, input_hashes(made), tmp_path) == node
+
+
+def test_data_on_the_hub_is_known_by_its_content_where_it_is_read(tmp_path, monkeypatch):
+    version = ["one"]
+    monkeypatch.setattr(identities, "content_hash", lambda source: f"{source} {version[-1]}")
+    assert identities.files_content("hf:squad:test") == "squad hf:squad:test one"
+    made = RECIPES["mine"](data="hf:o/n", corpus="hf:o/c", out=str(tmp_path))
+    assert input_hashes(made) == {} and list(identities.inputs_beside(made, {})) == ["corpus"]
+    runs.start_run(tmp_path, made)
+    version.append("two")
+    with pytest.raises(ValueError, match="the content of corpus hf:o/c has changed since"):
+        runs.start_run(tmp_path, made)
 
 
 @pytest.mark.parametrize("stage", RECIPES)

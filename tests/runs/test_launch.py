@@ -10,6 +10,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 import nbformat
 
+from anchor_nb.runs import launch as launching
 from anchor_nb.runs.launch import LaunchError, first_failure, launch
 from anchor_nb.experiments.stages import StageError, run_stage
 
@@ -49,9 +50,11 @@ def wait_for(condition, seconds=30):
         time.sleep(0.05)
 
 
-def test_spawned_processes_give_the_same_as_forked_ones(tmp_path):
-    results = {method: launch(sum_of_ranks, 5, processes=2, run_dir=tmp_path, start_method=method)
-               for method in ("spawn", "fork")}
+def test_spawned_processes_give_the_same_as_forked_ones(tmp_path, monkeypatch):
+    results = {}
+    for method in ("spawn", "fork"):
+        monkeypatch.setattr(launching, "choose_start", lambda *_: method)
+        results[method] = launch(sum_of_ranks, 5, processes=2, run_dir=tmp_path)
     assert [result["total"] for result in results.values()] == [11.0, 11.0]
     assert results["fork"]["threads"] == 1, "more would hang after a fork"
     assert not (tmp_path/"launch").exists()
@@ -95,11 +98,12 @@ def test_ranks_that_lack_memory_are_started_once_more(tmp_path, capsys):
 
 
 def test_several_nodes_have_to_know_where_they_meet(tmp_path):
-    with pytest.raises(ValueError, match="nodes=2, but no meeting point is given; give main_address or "
-                                         ".*MASTER_ADDR"):
-        launch(sum_of_ranks, 1, run_dir=tmp_path, nodes=2, node_rank=0)
-    with pytest.raises(ValueError, match="node_rank=2 of nodes=2; number the nodes from 0 to 1"):
-        launch(sum_of_ranks, 1, run_dir=tmp_path, nodes=2, node_rank=2, main_address="127.0.0.1")
+    with launching.environment(nnodes=2, node_rank=0, master_addr=""), pytest.raises(
+            ValueError, match="NNODES=2, but no meeting point is given; set .*MASTER_ADDR"):
+        launch(sum_of_ranks, 1, run_dir=tmp_path)
+    with launching.environment(nnodes=2, node_rank=2, master_addr="127.0.0.1"), pytest.raises(
+            ValueError, match="NODE_RANK is 2 of NNODES=2; number the nodes from 0 to 1"):
+        launch(sum_of_ranks, 1, run_dir=tmp_path)
 
 
 SLEEPERS = """

@@ -12,7 +12,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 from nbformat.v4 import new_code_cell, new_notebook
 
-from anchor_nb.runs.launch import LaunchError, launch
+from anchor_nb.runs.launch import LaunchError, environment, launch
 from anchor_nb.runs.checkpoints import checkpoints, number_of
 from anchor_nb.core.recipe import Stage1
 from anchor_nb.core.settings import as_yaml
@@ -60,9 +60,10 @@ def test_a_port_in_use_is_named(tmp_path):
         other.bind(("", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=f"main_port={port} cannot be used here: Address already in use; another "
-                                          "launch may have it, give 0 for any free one"):
-            launch(partner_of_a_dead_rank, processes=2, run_dir=tmp_path, main_port=port)
+        with environment(nnodes=2, node_rank=0, master_addr="127.0.0.1", master_port=port), pytest.raises(
+                OSError, match=f"MASTER_PORT={port} cannot be used here: Address already in use; another launch may "
+                               "have it, set another one on all nodes"):
+            launch(partner_of_a_dead_rank, processes=2, run_dir=tmp_path)
 
 
 SLEEPERS = """
