@@ -572,9 +572,13 @@ Search with it together with BM25, whose weight is {weight:g}, in `passages.json
 texts as the exam searched them. `anchor-nb search` and `serve` do so by themselves; in Python:
 `anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`."""
 
+def shown_target(recipe: Adapt) -> str:
+    "The folder of the delivered model, without paths of this machine."
+    return Path(public(recipe.out, Path()), "model").as_posix()
+
 def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: list, chosen: str) -> dict:
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
-    exported = export_with_card(winner["model"], str(part/"model"), name=(Path(recipe.out)/"model").as_posix())
+    exported = export_with_card(winner["model"], str(part/"model"), name=shown_target(recipe))
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
     text = CARD.format(sentence=result["verdict"]["sentence"], own=100*result["systems"][label]["score"],
                        notes=" ".join(notes), queries=result["verdict"]["queries"],
@@ -601,7 +605,7 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
         return ""
     winner = candidates[chosen.removesuffix(" + BM25")]
     steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("exam",),
-              target=target.as_posix(), notes=notes)
+              target=shown_target(recipe), notes=notes)
     with new_folder(target) as part: shutil.copytree(steps.folder("export"), part, dirs_exist_ok=True,
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)

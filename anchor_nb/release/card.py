@@ -53,17 +53,15 @@ def step_of(model: str, runs: list) -> int: # 0 before stage II and for a merged
 
 # %% ../../nbs/release/04_card.ipynb #e1fa8ecc
 def label_of(rows: list, runs: list, ledger: Path | None = None) -> str: # ledger: its folder; empty: not scored
-    "The label under which a ledger scored a run; ValueError when there are several."
+    "The label under which a ledger scored a run, the last one where there are several."
     if not runs: return ""
     here = (runs[-1].folder/"run.json").resolve()
     moved_together = bool(ledger) and ledger.resolve() == here.parent.parent
     def is_here(manifest: Path) -> bool:
         stale = moved_together and not manifest.exists()
         return manifest.resolve() == here or (stale and manifest.parts[-2:] == here.parts[-2:])
-    labels = sorted({row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"]))})
-    if len(labels) > 1:
-        raise ValueError(f"the ledger scored {runs[-1].folder.name} as {' and '.join(labels)}; choose one with label=")
-    return labels[0] if labels else ""
+    labels = [row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"]))]
+    return labels[-1] if labels else ""
 
 # %% ../../nbs/release/04_card.ipynb #d59648a4
 def find_ledger(ledger: str, runs: list) -> Path | None: # ledger: as in `model_card`
@@ -423,7 +421,7 @@ def model_card(model: str,            # run folder, its `model`, or a snapshot; 
                license: str = "",     # empty: that of the base model
                language: str = "",    # codes such as en,de; empty: left out
                licences: dict = None, # data set -> licence of its texts, for data that anchor_nb did not build
-               label: str = "",       # of the model in the ledger; empty: found by the manifest
+               label: str = "",       # of the model in the ledger; empty: found by the manifest, the last
                checked: dict = None,  # what `export.check` returned
               ) -> str:               # Markdown with YAML front matter
     "The card of a model; ValueError or FileNotFoundError names what does not fit."

@@ -278,8 +278,10 @@ def test_the_card_of_a_tuned_encoder_has_its_base_licence_and_scores(tmp_path):
                  systems={"minilm tuned": dict(score=0.5), "bm25": dict(score=0.4)})
     (tmp_path/"model").mkdir()
     winner = facts | dict(model=str(tuned), library="sentence-transformers")
-    module.export_step(Adapt(documents="x", epochs=2), tmp_path/"model", winner, found, [], "minilm tuned")
+    recipe = Adapt(documents="x", epochs=2, out=str(tmp_path/"mine"))
+    module.export_step(recipe, tmp_path/"model", winner, found, [], "minilm tuned")
     card = (tmp_path/"model/README.md").read_text()
+    assert str(tmp_path) not in card and "mine/model" in card, "which `push` would refuse"
     assert "base_model_relation: finetune" in card and "not on record." not in card.partition("## Data")[0]
     assert "tuned by anchor_nb" in card and "anchor-nb adapt x --out" in card and "-p epochs=2" in card
     assert "license: apache-2.0" in card and "base_model: sentence-transformers/all-MiniLM-L6-v2" in card
