@@ -41,6 +41,7 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
     from anchor_nb.experiments.hello import answers, first_look, look_figure
     began = perf_counter()
     with answering(as_json) as answer:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
         look = first_look({"all-MiniLM-L6-v2": "minilm", model: model}, show_progress_bar=not as_json)
         look_figure(look).savefig(out, dpi=120)
         took = dict(seconds=round(perf_counter() - began, 1), cpu_seconds=round(process_time(), 1))

@@ -155,8 +155,8 @@ def submit_stage(stage: str,          # a stage
     ValueError before anything is queued, RuntimeError without a cluster.
     """
     options = dict(job_name=f"anchor-nb-{stage}") | slurm_options(slurm)
-    values, out = placed(stage_notebook(stage), checked(stage_notebook(stage), parameters))
-    folder = out/"jobs"
+    values = checked(stage_notebook(stage), parameters)
+    folder = placed(stage_notebook(stage), values)/"jobs"
     if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"
     job = write_job(folder, stage, stage, values)
     return executor(folder, options, cluster).submit(StageJob(job))

@@ -385,6 +385,20 @@ def test_two_models_of_one_name():
     refused(lambda: module.bases_of(Adapt(documents="x", base="a/stage2,b/stage2")), "two models are called stage2")
 
 
+def test_a_model_of_several_names_is_trained_once():
+    names = "all-MiniLM-L6-v2, smollm2-135m,HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert module.bases_of(Adapt(documents="x", base=names))[0] == ["minilm", "smollm2-135m"]
+
+
+def test_another_encoder_is_forecast_by_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "encoder_seconds", lambda texts: 1)
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    shutil.copytree(Path(module.find_model("minilm")), tmp_path/"other")
+    lines = outlook(recipe(tmp_path, base=str(tmp_path/"other")))
+    first, second = (line.split(maxsplit=1)[1] for line in lines if line.startswith("train-"))
+    assert first == second and "3 short runs" in second, "it is as large as MiniLM"
+
+
 def test_a_reader_that_was_installed_since_is_used(tmp_path, quick, monkeypatch):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
     adapt(recipe(tmp_path))
