@@ -45,6 +45,13 @@ def load_per_query(ledger: list,  # rows
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #0ae2ad27
+def interval_around(values: dict, # training seed -> value
+                    items: dict,  # as `interval_of` takes them, or None
+                   ) -> Interval | None:
+    "The 95 % interval around a point: over training seeds where there are several, else over items."
+    if len(values) > 1: return over_seeds(values.values())
+    return interval_of(items) if items else None
+
 @dataclass(frozen=True)
 class Part:
     "A model on one task, or on the mean of several."
@@ -58,8 +65,7 @@ class Part:
 
     def interval(self) -> Interval | None:
         "The 95 % interval of the score."
-        if len(self.seeds) > 1: return over_seeds(self.seeds.values())
-        if len(self.items) == 1: return interval_of(self.items[0]) if self.items[0] else None
+        if len(self.seeds) > 1 or len(self.items) == 1: return interval_around(self.seeds, self.items[0])
         return mean_of_tasks(self.values()) if self.values() else None
 
 def difference(a: Part, b: Part) -> Interval | None:

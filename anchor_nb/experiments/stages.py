@@ -18,7 +18,6 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-
 from ..core.errors import Stopped, split_fix, without_class
 from ..runs.launch import environment
 from ..runs.ledger import read_json, write_json, write_text

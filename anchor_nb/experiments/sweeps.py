@@ -245,7 +245,7 @@ class Queue:
         for stage in dict.fromkeys(node.stage for node in nodes):
             mine = [node for node in nodes if node.stage == stage]
             options = dict(job_name=f"anchor-nb-{stage}") | options_for(self.options, stage)
-            made = executor(self.folder, options, "slurm")
+            made = executor(self.folder, options)
             if self.at_once: made.update_parameters(array_parallelism=self.at_once)
             with made.batch():
                 jobs = [made.submit(StageJob(write_job(self.folder, node.name, stage, node.parameters)))
