@@ -326,7 +326,8 @@ their rules, for servers; anchor_nb itself loads the run folder with `AnchorEmbe
 
 {% if scores -%}
 In per cent, with the 95 % interval in brackets where per-query values were kept; means over training seeds where there
-are several. {% if row.tokens or row.max_length %}Texts were cut at {{ row.tokens or row.max_length }} tokens; instructions: {{ row.instructions }}.
+are several. {% if row.tokens or row.max_length %}Texts were cut at {{ row.tokens or row.max_length }} tokens;
+instructions: {{ row.instructions }}.
 {% endif %}All systems in a row were given the same queries and documents.
 
 {{ scores }}
