@@ -29,7 +29,7 @@ from ..core.recipe import RECIPES
 from ..core.settings import ALIASES, GROUPS, default, grouped, grouped_yaml, nearest
 from ..core.presets import methods, presets
 from ..experiments.torchrun import read_pairs, read_parameter_file
-from ..experiments.stages import checked, declared, stage_notebook
+from ..experiments.stages import checked, declared, placed, stage_notebook
 from ..runs.ledger import read_json
 
 # %% ../../nbs/cli/00_app.ipynb #91c5d48f
@@ -304,6 +304,9 @@ def as_text(f, value) -> str: # value: of its option
     if f.type is bool: return str(value).lower()
     if f.type not in (list, dict): return value
     start, end = "[]" if f.type is list else "{}"
+    if len(value) > 1 and any(text.startswith(start) for text in value):
+        raise ValueError(f"--{f.name.replace('_', '-')} is given {len(value)} times, once in brackets; give everything "
+                         f"in one pair of brackets, or one value each time")
     if value[0].startswith(start): return value[0]
     if f.type is dict and all("=" in text for text in value): return ",".join(value)
     return start + ", ".join(value) + end
@@ -349,6 +352,10 @@ def spelled_out(stage: str, values: dict) -> tuple: # (all parameters, the same 
     text = (grouped_yaml(RECIPES[stage], values) if stage in RECIPES
             else yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return values, f"# {stage}: {first_line(notebook)}\n\n{text}".rstrip("\n")
+
+def folder_of(stage: str, values: dict) -> Path:
+    "Where a stage with these parameters leaves what it makes."
+    return placed(stage_notebook(stage), checked(stage_notebook(stage), values))
 
 def show(stage: str, values: dict):
     "Print the parameters a stage would run with."

@@ -8,8 +8,9 @@ __all__ = []
 # %% ../../nbs/cli/05_models.ipynb #105313bf
 import typer
 
-from anchor_nb.core.settings import KINDS, coerce, from_yaml
+from anchor_nb.core.settings import KINDS, from_yaml
 from anchor_nb.experiments.torchrun import read_pairs
+from anchor_nb.cli.data import read_columns
 from anchor_nb.cli.app import (MODEL_HELP, START, TEXT, USE, AsJson, answering, app, argument, option,
                                printable)
 
@@ -41,6 +42,7 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
     from anchor_nb.experiments.hello import answers, first_look, look_figure
     began = perf_counter()
     with answering(as_json) as answer:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
         look = first_look({"all-MiniLM-L6-v2": "minilm", model: model}, show_progress_bar=not as_json)
         look_figure(look).savefig(out, dpi=120)
         took = dict(seconds=round(perf_counter() - began, 1), cpu_seconds=round(process_time(), 1))
@@ -70,8 +72,7 @@ def search(model: Model,
     from anchor_nb.inference.search import search_corpus
     with answering(as_json) as answer:
         results = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim,
-                                columns=coerce("columns", columns, dict) if columns else {},
-                                bm25=bm25)
+                                columns=read_columns(columns), bm25=bm25)
         line = lambda hit: f"  {hit['score']:.3f}  {hit['id']}  {' '.join(hit['text'].split())[:100]}"
         lines = [text for answers in results for text in (answers["query"], *map(line, answers["hits"]))]
         answer(dict(queries=results), *map(printable, lines))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import typer
 
-from ..core.recipe import RECIPES, Analyse, Evaluate
+from ..core.recipe import RECIPES, Analyse
 from ..experiments.torchrun import read_pairs
 from ..experiments.stages import StageError, run_stage
 from ..runs.ledger import read_json, read_rows
 from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile,
-                               Parameters, Preset, Quiet, answering, app, argument, gather, option,
+                               Parameters, Preset, Quiet, answering, app, argument, folder_of, gather, option,
                                spelled_out, takes_settings)
 
 # %% ../../nbs/cli/03_scoring.ipynb #cfff1636
@@ -45,13 +45,13 @@ def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: st
     return base | words | given
 
 # %% ../../nbs/cli/03_scoring.ipynb #747c3d07
-def outcome(out: str, models: list = ()) -> dict: # models: labels, those asked for
+def outcome(out: Path, models: list = ()) -> dict: # models: labels, those asked for
     "The outcome of an evaluation; of a single model its scores come first."
-    summary = read_json(Path(out)/"summary.json")
+    summary = read_json(out/"summary.json")
     alone = [label for label in models or summary["models"] if label in summary["models"]]
     return (summary["models"][alone[0]] if len(alone) == 1 else {}) | summary
 
-def answer_with_table(answer, out: str, models: list, *lines: str):
+def answer_with_table(answer, out: Path, models: list, *lines: str):
     "Answer with the outcome of an evaluation, and its table as text."
     from anchor_nb.evaluation.comparison import scoreboard_text
     result = outcome(out, models)
@@ -68,7 +68,7 @@ def evaluate(models: Models = [], benchmark: Benchmark = "", task: Task = [], da
         given = gather("evaluate", preset, file, [])
         values = evaluate_parameters(models, benchmark, task, data_root, given, read_pairs(parameter))
         if dry_run: return answer(*spelled_out("evaluate", values))
-        out = values.get("out") or Evaluate.out
+        out = folder_of("evaluate", values)
         try: notebook = run_stage("evaluate", values, output, log=not quiet)
         except StageError as error:
             if error.reason.startswith("Unscored: "): answer_with_table(answer, out, list(labelled(models)))
@@ -104,8 +104,12 @@ def compare(a: argument(str, "a label of the ledger, the folder of an evaluation
     folder, tasks = ledger.parent if ledger.name.endswith(".jsonl") else ledger, None
     with answering(as_json) as answer:
         if task or benchmark:
+            if len(labelled([a, b])) < 2:
+                raise ValueError(f"{a} and {b} are one model; name two")
             given = dict(out=str(folder), yardsticks=[]) | read_pairs(parameter)
-            run_stage("evaluate", evaluate_parameters([a, b], benchmark, task, data_root, {}, given), log=not quiet)
+            values = evaluate_parameters([a, b], benchmark, task, data_root, {}, given)
+            run_stage("evaluate", values, log=not quiet)
+            folder = folder_of("evaluate", values)
             tasks = {line["task"] for line in outcome(folder)["table"]}
             a, b = labelled([a, b])
         result = comparison(side_of(a, folder), side_of(b, folder), tasks)
@@ -172,4 +176,4 @@ def analyse(a: argument(str, "the model before: run folder, model folder, hub id
         values = base | gather("analyse", preset, file, []) | words | read_pairs(parameter)
         if dry_run: return answer(*spelled_out("analyse", values))
         notebook = run_stage("analyse", values, output, log=not quiet)
-        answer(read_json(Path(values.get("out") or Analyse.out)/"summary.json"), f"The executed notebook: {notebook}")
+        answer(read_json(folder_of("analyse", values)/"summary.json"), f"The executed notebook: {notebook}")

@@ -24,7 +24,7 @@ from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
 from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
                                ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
-                               first_line, gather, option, show, spelled_out, takes_settings, with_gpus)
+                               first_line, folder_of, gather, option, show, spelled_out, takes_settings, with_gpus)
 
 # %% ../../nbs/cli/02_training.ipynb #a88bdbed
 @app.command("stages", rich_help_panel=START)
@@ -96,9 +96,9 @@ for stage in dict.fromkeys([*RECIPES, *stages()]):
 # %% ../../nbs/cli/02_training.ipynb #48363aa9
 Documents = argument(str, "the same as --documents", metavar="DOCUMENTS")
 
-def told(place: str, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
+def told(place: Path, quiet: bool, search: bool) -> dict: # place: OUT of `adapt`; quiet: the notebook has not shown it
     "What an adaptation found, and a search page, or the command for it; the passages are worth it whatever was found."
-    result = read_json(Path(place)/"adapt.json")
+    result = read_json(place/"adapt.json")
     if quiet:
         typer.echo("\n".join([result["verdict"]["sentence"], *result["advice"], f"the page: {place}/verdict.html"]))
     models = [result["model"], "minilm"] if result["model"] else [result["keep"]["model"]]
@@ -127,14 +127,10 @@ def adapt(place: Documents = "", out: option(str, "where model, verdict and step
         if values.get("documents"): show_outlook(values)
         return
     run_stage("adapt", values, output, log=not quiet)
-    if not told(values.get("out", default_out("adapt")), quiet, search)["verdict"]["better"]:
+    if not told(folder_of("adapt", values), quiet, search)["verdict"]["better"]:
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/02_training.ipynb #646e51a9
-def default_out(stage: str) -> str:
-    "The folder of a stage where none is named."
-    return RECIPES[stage].__dataclass_fields__["out"].default
-
 def example_values(values: dict) -> dict: # values: parameters that were given
     "Documents and pairs of the toy village, which needs no download; a small exam."
     from anchor_nb.data.corpora import build_corpus
@@ -161,7 +157,7 @@ def pipeline(preset: option(str, "`anchor-nb presets` lists them") = "demo",
              out: option(Path | None, "folder of the pipeline; default: runs/PRESET", "--out", "-o") = None,
              parameter: Parameters = [], dry_run: DryRun = False, quiet: Quiet = False):
     "All stages in order: data, stage I, stage II from it and from the base model, scores, report."
-    out, overrides = out or Path("runs")/preset, read_pairs(parameter)
+    out, overrides = (out or Path("runs")/preset).expanduser(), read_pairs(parameter)
     if dry_run: show_plan(preset, out, overrides)
     else: run_pipeline(preset, out, overrides, log=not quiet)
 

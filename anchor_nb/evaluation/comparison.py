@@ -8,6 +8,7 @@ __all__ = ['METRIC_NAMES', 'evaluation_behind', 'load_per_query', 'scoreboard', 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #6e5979c2
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -44,6 +45,13 @@ def load_per_query(ledger: list,  # rows
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #0ae2ad27
+def interval_around(values: dict, # training seed -> value
+                    items: dict,  # as `interval_of` takes them, or None
+                   ) -> Interval | None:
+    "The 95 % interval around a point: over training seeds where there are several, else over items."
+    if len(values) > 1: return over_seeds(values.values())
+    return interval_of(items) if items else None
+
 @dataclass(frozen=True)
 class Part:
     "A model on one task, or on the mean of several."
@@ -57,12 +65,14 @@ class Part:
 
     def interval(self) -> Interval | None:
         "The 95 % interval of the score."
-        if len(self.seeds) > 1: return over_seeds(self.seeds.values())
-        if len(self.items) == 1: return interval_of(self.items[0]) if self.items[0] else None
+        if len(self.seeds) > 1 or len(self.items) == 1: return interval_around(self.seeds, self.items[0])
         return mean_of_tasks(self.values()) if self.values() else None
 
 def difference(a: Part, b: Part) -> Interval | None:
     "The 95 % interval of a minus b: over common training seeds, over those of one side, or over the same queries."
+    if len(a.seeds) == 1 < len(b.seeds):
+        turned = difference(b, a)
+        return turned and Interval(-turned.mean, -turned.high, -turned.low)
     if len(b.seeds) == 1 < len(a.seeds) and not a.seeds.keys() & b.seeds.keys():
         return over_seeds([score - fmean(b.seeds.values()) for score in a.seeds.values()])
     if len(a.items) == 1 or len(a.seeds) > 1: return compared(a.seeds, b.seeds, [a.items[0], b.items[0]])
@@ -141,6 +151,12 @@ def shown_name(label: str, longest: int = 28) -> str:
     name = YARDSTICKS.get(label, label)
     return name if len(name) <= longest else "…" + name[1 - longest:]
 
+def shown_names(labels, longest: int = 28) -> dict: # label -> name
+    "The same for several labels; those that would look alike stay whole."
+    names = {label: shown_name(label, longest) for label in labels}
+    often = Counter(names.values())
+    return {label: name if often[name] == 1 else label for label, name in names.items()}
+
 def caption(line: dict) -> str: # of a scoreboard
     "What the lines of a task are."
     noun = "queries" if line["documents"] else "pairs" if line["type"] in ("STS", "PairClassification") else "texts"
@@ -148,7 +164,7 @@ def caption(line: dict) -> str: # of a scoreboard
     counts += [f"{line['documents']:,} documents"] * (line["documents"] > 0)
     return ", ".join([f"{line['task']}: {line['type']}".rstrip(": "), f"{line['metric']} in per cent", *counts])
 
-def cells_of(line: dict) -> list: # of text: model, score, interval, difference, verdict
+def cells_of(line: dict, names: dict) -> list: # of text: model, score, interval, difference, verdict
     "A line of a scoreboard, as a reader sees it."
     interval = "" if line["low"] is None else f"{line['low']:.1f} to {line['high']:.1f}"
     if line["against"] == line["model"]: rest = ["best yardstick", ""]
@@ -157,13 +173,13 @@ def cells_of(line: dict) -> list: # of text: model, score, interval, difference,
         span = (f" ({line['difference_low']:+.1f} to {line['difference_high']:+.1f})"
                 if line["difference_low"] is not None else "")
         rest = [f"{line['difference']:+.1f}{span}", line["verdict"]]
-    return [shown_name(line["model"]), f"{line['score']:.1f}", interval, *rest]
+    return [names[line["model"]], f"{line['score']:.1f}", interval, *rest]
 
 def block(lines: list) -> list: # of text
     "The table of one task."
-    best = lines[0]["against"]
-    head = ["model", "score", "95 % interval", f"minus {shown_name(best)}" if best else "", ""]
-    rows = [head, *map(cells_of, lines)]
+    best, names = lines[0]["against"], shown_names(line["model"] for line in lines)
+    head = ["model", "score", "95 % interval", f"minus {names[best]}" if best else "", ""]
+    rows = [head, *(cells_of(line, names) for line in lines)]
     widths = [max(len(row[k]) for row in rows) for k in range(5)]
     aligned = [[cell.rjust(width) if k in (1, 2) else cell.ljust(width) for k, (cell, width) in
                 enumerate(zip(row, widths))] for row in rows]
@@ -175,10 +191,10 @@ def matrix(lines: list) -> list: # of text
     "Many tasks, one a line, a column for each model; more columns than fit follow below."
     import pandas as pd
     sign = {"better": "+", "worse": "-"}
-    table = pd.DataFrame([dict(task=line["task"], model=shown_name(line["model"], 20),
+    table = pd.DataFrame([dict(task=line["task"], model=line["model"],
                                cell=f"{line['score']:.1f}{sign.get(line.get('verdict'), ' ')}") for line in lines])
-    wide = table.pivot(index="task", columns="model", values="cell")
-    wide = wide.loc[list(dict.fromkeys(table["task"])), list(dict.fromkeys(table["model"]))].rename_axis(
+    wide, names = table.pivot(index="task", columns="model", values="cell"), shown_names(table["model"], 20)
+    wide = wide.loc[list(dict.fromkeys(table["task"])), list(names)].rename(columns=names).rename_axis(
         index=None, columns=None)
     return [*wide.to_string(na_rep="", line_width=WIDTH).split("\n"),
             "+ and -: better and worse than the task's best yardstick, with a 95 % interval on one side of 0"]
@@ -205,8 +221,9 @@ def scoreboard_table(lines: list, # from `scoreboard`
                     ):            # -> DataFrame of text
     "A scoreboard for a notebook or a page."
     import pandas as pd
-    names = ["score", "95 % interval", "to the best yardstick", "verdict"]
-    table = pd.DataFrame([[line["task"], *cells_of(line)] for line in lines], columns=["task", "model", *names])
+    names, columns = shown_names(line["model"] for line in lines), ["score", "95 % interval", "to the best yardstick"]
+    table = pd.DataFrame([[line["task"], *cells_of(line, names)] for line in lines],
+                         columns=["task", "model", *columns, "verdict"])
     if table["task"].nunique() > 1: return table.set_index(["task", "model"]).rename_axis([None, None])
     return table.drop(columns="task").set_index("model").rename_axis(None)
 
@@ -248,7 +265,7 @@ def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> 
 # %% ../../nbs/evaluation/07_comparison.ipynb #21821495
 def in_words(names: list, mean: float, low, high, count: int, noun: str) -> str: # a minus b, in points
     "The verdict on a difference, no stronger than its interval allows."
-    winner = shown_name(names[0] if mean > 0 else names[1])
+    winner = shown_names(names)[names[0] if mean > 0 else names[1]]
     if low is None: return f"{winner} is {abs(mean):.1f} points ahead; there are no values to take an interval from"
     if low > 0 or high < 0:
         near, far = sorted([abs(low), abs(high)])
@@ -311,7 +328,8 @@ def task_text(names: list, line: dict) -> list: # of text
 
 def comparison_text(result: dict) -> str: # from `comparison`
     "A comparison for a terminal."
-    names = [shown_name(name) for name in result["names"]]
+    shown = shown_names(result["names"])
+    names = [shown[name] for name in result["names"]]
     text = ["\n".join(task_text(names, line)) for line in result["tasks"]]
     if result["left_out"]:
         text.append(f"left out, not scored for both on the same data: {', '.join(result['left_out'])}")

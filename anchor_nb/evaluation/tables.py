@@ -214,27 +214,23 @@ def paper_backbone(base: str) -> str: # a backbone as the paper calls it, or its
 def our_label(label: str,      # of the paper, backbone/system or a name
               known,           # our labels
               backbone: str,   # the paper's name of our backbone, or ""
-              labels: dict,    # the paper's label or system -> our label
              ) -> str:         # our label, which need not be in the ledger
     "What a model of the paper is called in our ledger."
     model, _, system = label.partition("/")
-    if label in labels or label in known or not system or model != backbone: return labels.get(label, label)
-    return labels.get(system, system)
+    return label if label in known or not system or model != backbone else system
 
 # %% ../../nbs/evaluation/06_tables.ipynb #baf3899f
-def tolerance(tasks: int,          # how many tasks are averaged
-              task: float = 1.5,   # points for one task; the paper's own scatter of tasks
-              mean: float = 0.45,  # points at least; under half of the paper's smallest gain
-             ) -> float:           # points
+OF_TASK, OF_MEAN = 1.5, 0.45 # points: the paper's own scatter of tasks; under half of its smallest gain
+
+def tolerance(tasks: int) -> float: # how many are averaged; -> points
     "How far off a mean of so many tasks may be and still count as reproduced."
-    return max(mean, task / tasks ** 0.5)
+    return max(OF_MEAN, OF_TASK / tasks ** 0.5)
 
 # %% ../../nbs/evaluation/06_tables.ipynb #939408a6
 AS_THE_PAPER = {"max_length": 512, "instructions": "paper"}
 
 def _fitting(cell: dict,  # of the paper
              rows: list,  # completed rows of our label for it
-             how: dict,   # field -> value that a row must have
             ) -> tuple:   # the rows that fit, and why there are none
     "Our rows for a cell of the paper, or the reason why none fit."
     rows = [row for row in rows if row["task"] in cell["tasks"]]
@@ -243,38 +239,34 @@ def _fitting(cell: dict,  # of the paper
     step = last if cell["step"] is None else cell["step"]
     reached = [row for row in rows if row["step"] == step]
     if not reached: return [], f"ours at step {last}, theirs at {step}"
-    for field, value in how.items():
+    for field, value in AS_THE_PAPER.items():
         if all(row[field] != value for row in reached):
             return [], f"ours with {field}={reached[-1][field]}, theirs with {value}"
-    fitting = comparable([row for row in reached if how.items() <= row.items()])
+    fitting = comparable([row for row in reached if AS_THE_PAPER.items() <= row.items()])
     missing = _missing(fitting, cell["tasks"])
     return ([], f"{missing} of {len(cell['tasks'])} tasks missing") if missing else (fitting, "")
 
-def _verdict(cell: dict, values: list, why: str, allowed: float) -> dict: # values: a mean for each seed, in [-1, 1]
+def _verdict(cell: dict, values: list, why: str) -> dict: # values: a mean for each seed, in [-1, 1]
     "A line of the comparison, in per cent."
     line = {name: cell[name] for name in ("table", "row", "column", "paper")}
     if not values: return line | dict(verdict="not run", why=why)
-    off, (low, high) = _percent(values) - cell["paper"], _range(values)
+    off, (low, high), allowed = _percent(values) - cell["paper"], _range(values), tolerance(len(cell["tasks"]))
     verdict = "within tolerance" if abs(off) <= allowed else "above" if off > 0 else "below"
     return line | dict(ours=_percent(values), difference=off, tolerance=allowed, verdict=verdict,
                        why=f"{len(values)} training seeds, {low:.2f} to {high:.2f}" if len(values) > 1 else "")
 
 # %% ../../nbs/evaluation/06_tables.ipynb #84a4dec4
-def expected_vs_obtained(rows,                # of the ledger
-                         base: str = "",      # the backbone of our runs, paper's name or hub id
-                         labels: dict = {},   # the paper's label or system -> our label, where they differ
-                         allowed = tolerance, # number of tasks -> points
-                         how: dict = AS_THE_PAPER, # field -> value that a row must have
-                        ):                    # -> DataFrame, scores in per cent
+def expected_vs_obtained(rows,           # of the ledger
+                         base: str = "", # the backbone of our runs, paper's name or hub id
+                        ):               # -> DataFrame, scores in per cent
     "Every score of the paper beside ours, with the difference and a verdict."
     import pandas as pd
     ours, lines = {}, []
     for row in completed(rows): # where no length was asked for, the one that the checkpoint has
         ours.setdefault(row["label"], []).append(row | dict(max_length=row.get("tokens") or row["max_length"]))
     for cell in paper_cells():
-        label = our_label(cell["label"], ours, paper_backbone(base), labels)
-        fitting, why = _fitting(cell, ours.get(label, []), how)
-        lines.append(_verdict(cell, task_means(fitting, cell["tasks"]), why, allowed(len(cell["tasks"]))))
+        fitting, why = _fitting(cell, ours.get(our_label(cell["label"], ours, paper_backbone(base)), []))
+        lines.append(_verdict(cell, task_means(fitting, cell["tasks"]), why))
     return pd.DataFrame(lines, columns=["table", "row", "column", "paper", "ours", "difference", "tolerance", "verdict",
                                         "why"])
 

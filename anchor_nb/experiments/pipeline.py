@@ -14,10 +14,10 @@ from ..core.recipe import RECIPES
 from ..core.settings import coerce, default
 from ..core.presets import preset
 from .report import report_html
-from .stages import checked, run_stage, stage_notebook
+from .stages import checked, finished, run_stage, stage_notebook
 from ..runs.manifest import now
 from ..runs.provenance import peak_memory
-from ..runs.ledger import write_json
+from ..runs.ledger import read_json, write_json
 
 # %% ../../nbs/experiments/06_pipeline.ipynb #b954ee8d
 def full_preset(name: str, stage: str) -> dict: # a preset, a key of `RECIPES` -> every parameter of the stage -> value
@@ -93,16 +93,20 @@ def run_pipeline(name: str,              # a preset
                  run=run_stage,          # how a stage is run
                 ) -> Path:               # the report as HTML
     "Run all steps; prints each with its time, and last the path of the report."
-    steps, took, started = plan(name, out, overrides), {}, now()
+    steps, took, record = plan(name, out, overrides), {}, Path(out)/"pipeline.json"
+    before = read_json(record) if record.is_file() else {}
+    if before.get("preset") != name: before = dict(started=now(), seconds={}, peak_memory_bytes=0)
     for step in steps: checked(stage_notebook(step.stage), step.parameters)
     for number, step in enumerate(steps, 1):
         print(f"\n== {number}/{len(steps)} {step.name}", flush=True)
-        begin = time.monotonic()
+        begin, there = time.monotonic(), finished(Path(step.parameters["out"]), step.stage)
         notebook = run(step.stage, step.parameters, output=Path(out)/"notebooks"/f"{step.name}.ipynb", log=log)
         took[step.name] = round(time.monotonic() - begin, 1)
         print(f"== {step.name}: {minutes(took[step.name])}", flush=True)
-        write_json(Path(out)/"pipeline.json", dict(preset=name, started=started, seconds=took,
-                                                   peak_memory_bytes=peak_memory()))
+        if there and there == finished(Path(step.parameters["out"]), step.stage): # nothing was left to do
+            took[step.name] = before["seconds"].get(step.name, took[step.name])
+        most = max(before["peak_memory_bytes"], peak_memory())
+        write_json(record, dict(preset=name, started=before["started"], seconds=took, peak_memory_bytes=most))
     page = report_html(notebook, Path(out)/"report.html").resolve()
     print(f"\nAll steps: {minutes(sum(took.values()))}. The report:\n{page}", flush=True)
     return page

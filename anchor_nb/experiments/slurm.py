@@ -128,26 +128,21 @@ def batch_file(options: dict, folder: Path) -> str: # options: from `slurm_optio
                          "go as additional_parameters") from None
 
 # %% ../../nbs/experiments/02_slurm.ipynb #9a38f39e
-def executor(folder: Path, options: dict, cluster: str):
-    "submitit's executor for a cluster; RuntimeError where there is none."
+def executor(folder: Path, options: dict):
+    "submitit's executor for Slurm; RuntimeError where there is none."
     batch_file(options, folder)
     import submitit
-    options = with_defaults(options)
-    if cluster == "local":
-        made = submitit.LocalExecutor(folder)
-        options = dict(timeout_min=options["time"], signal_delay_s=options["signal_delay_s"])
-    elif shutil.which("sbatch"): made = submitit.SlurmExecutor(folder, max_num_timeout=1000)
-    else:
+    if not shutil.which("sbatch"):
         raise RuntimeError("there is no sbatch here; submit from a machine of the cluster, or see the job with "
                            "--dry-run")
-    made.update_parameters(**options)
+    made = submitit.SlurmExecutor(folder, max_num_timeout=1000)
+    made.update_parameters(**with_defaults(options))
     return made
 
 # %% ../../nbs/experiments/02_slurm.ipynb #467702bf
 def submit_stage(stage: str,          # a stage
                  parameters: dict,    # what differs from the notebook's own values
                  slurm: dict = {},    # options of `sbatch`: partition, time in minutes (default 60), nodes, ...
-                 cluster: str = "slurm", # or local: processes of this machine, to try it out
                  dry_run: bool = False, # only return what would be submitted
                 ):                    # -> submitit.Job, or the text of the job
     """Queue a stage, to be requeued until it is done.
@@ -155,8 +150,8 @@ def submit_stage(stage: str,          # a stage
     ValueError before anything is queued, RuntimeError without a cluster.
     """
     options = dict(job_name=f"anchor-nb-{stage}") | slurm_options(slurm)
-    values, out = placed(stage_notebook(stage), checked(stage_notebook(stage), parameters))
-    folder = out/"jobs"
+    values = checked(stage_notebook(stage), parameters)
+    folder = placed(stage_notebook(stage), values)/"jobs"
     if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"
     job = write_job(folder, stage, stage, values)
-    return executor(folder, options, cluster).submit(StageJob(job))
+    return executor(folder, options).submit(StageJob(job))

@@ -18,7 +18,6 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from ..runs.identity import hashed_out, input_hashes
 from ..core.errors import Stopped, split_fix, without_class
 from ..runs.launch import environment
 from ..runs.ledger import read_json, write_json, write_text
@@ -79,6 +78,7 @@ def checked(notebook: Path,   # a stage notebook
             near = difflib.get_close_matches(name, known, 1) or [", ".join(known)]
             raise ValueError(f"{Path(notebook).stem} has no parameter {name!r}; did you mean {near[0]}?")
     values = {name: coerce(name, value, known[name][0]) for name, value in parameters.items()}
+    if str(values.get("out", "")).startswith("~"): values["out"] = str(Path(values["out"]).expanduser())
     if recipe: recipe(**{**{name: value for name, (_, value) in known.items()}, **values})
     return values
 
@@ -185,7 +185,7 @@ def finished(folder: Path, stage: str) -> bytes: # its content; empty where noth
     if not path.is_file(): return b""
     record = read_json(path)
     if stage == "evaluate": whole = not record["failed"] and not (Path(folder)/"evaluate.failed.ipynb").exists()
-    else: whole = record["status"] == "complete" and record.get("notebook", "complete") == "complete"
+    else: whole = [record["stage"], record["status"], record.get("notebook", "complete")] == [stage, *["complete"]*2]
     return path.read_bytes() if whole else b""
 
 class Record:
@@ -241,7 +241,9 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
 
 # %% ../../nbs/experiments/00_stages.ipynb #eab4a70c
 def check_out(stage: str, values: dict, folder: Path): # values: all parameters
-    "ValueError if a run folder holds another run; reads no data."
+    "ValueError if a run folder holds another run, FileNotFoundError for a report on nothing; reads no data."
+    if stage == "report" and not folder.is_dir():
+        raise FileNotFoundError(f"out={str(folder)!r} is no folder; name the folder of ledger.jsonl or of run folders")
     if stage not in RECIPES or stage in ("evaluate", "report") or not (folder/"run.json").is_file(): return
     recipe = RECIPES[stage](**values)
     undecided = getattr(recipe, "left_open", list)() # what data and machine decide, later
@@ -278,17 +280,9 @@ def check_corpora(stage: str, values: dict):
     from anchor_nb.data.corpora import corpus_named
     for name in values["corpora"] if stage == "prepare" else (): corpus_named(name)
 
-def placed(notebook: Path, values: dict) -> tuple: # values: its parameters, checked -> (parameters, run folder)
-    "Where a stage will run: its `out`, or the folder that a hash names."
-    known = declared(notebook)
-    out = values.get("out", known.get("out", (str, ""))[1])
-    if Path(out).name != "by-hash": return values, Path(out or f"runs/{notebook.stem}")
-    if notebook.stem not in RECIPES:
-        raise ValueError(f"{out}: only the stages of this package can be placed by hash; give {notebook.stem} a folder "
-                         "of its own")
-    recipe = RECIPES[notebook.stem](**{name: value for name, (_, value) in known.items()} | values)
-    folder = hashed_out(recipe, input_hashes(recipe), Path(out))
-    return values | dict(out=str(folder)), folder
+def placed(notebook: Path, values: dict) -> Path: # values: its parameters, checked
+    "Where a stage will run."
+    return Path(values.get("out", declared(notebook).get("out", (str, ""))[1]) or f"runs/{notebook.stem}")
 
 # %% ../../nbs/experiments/00_stages.ipynb #0136d182
 def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None, log: bool = True,
@@ -310,7 +304,8 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
         StageError: the stage failed or was stopped; `notebook` is the executed notebook with the traceback.
     """
     notebook = stage_notebook(name)
-    stage, (values, folder), known = notebook.stem, placed(notebook, checked(notebook, parameters)), declared(notebook)
+    stage, values, known = notebook.stem, checked(notebook, parameters), declared(notebook)
+    folder = placed(notebook, values)
     output, secrets = Path(output) if output else folder/f"{stage}.ipynb", secret_values(values)
     if output.resolve() == notebook.resolve():
         raise ValueError(f"{output} is the stage notebook itself; give another output")

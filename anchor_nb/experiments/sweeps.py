@@ -152,7 +152,8 @@ def settings_for(sweep: dict, arm: Arm, stage: str, **wired) -> dict: # paramete
 # %% ../../nbs/experiments/07_sweeps.ipynb #007c6cfe
 def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `Node`, in order
     "The nodes that an arm needs, added to `nodes`."
-    model = settings_for(sweep, arm, "stage1")["model"]
+    first = methods().get(arm.preset, {}).get("stages", TRAINING)[0] # of the preset, whose model it starts from
+    model = (sweep["base"] | arm.overrides).get("stage1.model") or full_preset(arm.preset, first)["model"]
     prepare = settings_for(sweep, arm, "prepare", model=model)
     path = [node_of("prepare", prepare, [], root, nodes)] if prepare["corpora"] else []
     built = path[0].parameters["out"] if path else ""
@@ -244,7 +245,7 @@ class Queue:
         for stage in dict.fromkeys(node.stage for node in nodes):
             mine = [node for node in nodes if node.stage == stage]
             options = dict(job_name=f"anchor-nb-{stage}") | options_for(self.options, stage)
-            made = executor(self.folder, options, "slurm")
+            made = executor(self.folder, options)
             if self.at_once: made.update_parameters(array_parallelism=self.at_once)
             with made.batch():
                 jobs = [made.submit(StageJob(write_job(self.folder, node.name, stage, node.parameters)))
@@ -384,7 +385,9 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
               every: float = 0,    # seconds between two looks; 0: 1 here, 15 at a queue
              ) -> dict:            # done, failed: node -> reason, skipped, ledger
     "Run all arms of a sweep; ValueError or FileNotFoundError before it starts, failures are in the result."
-    root = Path(out or "runs/sweeps")
+    root = Path(out or "runs/sweeps").expanduser()
+    if at_once < (slurm is None):
+        raise ValueError(f"at_once={at_once}: nothing would run; give 1 or more")
     nodes, arms = plan_sweep(read_sweep(name), root)
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")

@@ -26,7 +26,7 @@ from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
 from ..data.splitting import divide, group_rows, versions, write_exam
 from ..data.writers import write_lines, write_pairs
-from ..evaluation.encoders import Candidate, checkpoints
+from ..evaluation.encoders import Candidate, checkpoints, short_name
 from ..evaluation.exam import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one, sit_exam,
                                        verdict, widest)
 from ..experiments.verdict_page import verdict_page
@@ -251,11 +251,13 @@ def is_encoder(base: str) -> bool:
 def bases_of(recipe: Adapt) -> tuple: # (names, whether they were asked for)
     "The models to start from; MiniLM is always among them, as what anybody could tune."
     if recipe.base == "auto": return [MINER, "smollm2-135m"], False
-    bases = list(dict.fromkeys([MINER, *filter(None, (name.strip() for name in recipe.base.split(",")))]))
-    if twice := [name for name, count in Counter(Path(base).name for base in bases).items() if count > 1]:
+    bases = {}
+    for name in (MINER, *recipe.base.split(",")):
+        if name.strip(): bases.setdefault(short_name(name.strip()), name.strip())
+    if twice := [name for name, count in Counter(Path(base).name for base in bases.values()).items() if count > 1]:
         raise ValueError(f"base={recipe.base}: two models are called {twice[0]}, and their results would be one; "
                          "rename one of the folders")
-    return bases, True
+    return list(bases.values()), True
 
 BATCH = 16 # pairs of a step, as preset laptop has it
 
@@ -572,9 +574,13 @@ Search with it together with BM25, whose weight is {weight:g}, in `passages.json
 texts as the exam searched them. `anchor-nb search` and `serve` do so by themselves; in Python:
 `anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`."""
 
+def shown_target(recipe: Adapt) -> str:
+    "The folder of the delivered model, without paths of this machine."
+    return Path(public(recipe.out, Path()), "model").as_posix()
+
 def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: list, chosen: str) -> dict:
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
-    exported = export_with_card(winner["model"], str(part/"model"), name=(Path(recipe.out)/"model").as_posix())
+    exported = export_with_card(winner["model"], str(part/"model"), name=shown_target(recipe))
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
     text = CARD.format(sentence=result["verdict"]["sentence"], own=100*result["systems"][label]["score"],
                        notes=" ".join(notes), queries=result["verdict"]["queries"],
@@ -601,7 +607,7 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
         return ""
     winner = candidates[chosen.removesuffix(" + BM25")]
     steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("exam",),
-              target=target.as_posix(), notes=notes)
+              target=shown_target(recipe), notes=notes)
     with new_folder(target) as part: shutil.copytree(steps.folder("export"), part, dirs_exist_ok=True,
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
@@ -700,6 +706,13 @@ def encoder_seconds(texts: list) -> float: # a pair
 MINER_SIZE = 10.6e6 # weights of MiniLM that every token uses
 ACTIVE = 1e6        # bytes of a token while MiniLM trains, of 3 texts for each of 32 pairs; from two runs on a CPU
 
+def encoder_size(base: str) -> int:
+    "The weights of an encoder that every token uses."
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(find_model(base), trust_remote_code=False)
+    width = config.hidden_size
+    return config.num_hidden_layers*width*(4*width + 2*getattr(config, "intermediate_size", 4*width))
+
 def outlook_row(step: str, what: str, minutes: float = 0.0, memory: float = 0.0) -> str: # memory: bytes
     "A line of the plan."
     cost = f"{minutes:7.1f} min" if minutes else " "*11
@@ -730,20 +743,22 @@ def outlook(recipe: Adapt) -> list: # of lines
     lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
     tokens = fmean(min(256, 1.4*len(passage.text.split())) for passage in passages)
     searched = minutes/6*min(len(passages), recipe.exam_documents or len(passages)) # by MiniLM, of one part
-    lines.append(outlook_row("train-minilm", f"3 short runs, then {recipe.epochs} epochs at most",
-                             minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched,
-                             16*23e6 + ACTIVE*3*32*tokens))
-    systems = 2.0 # passes over the passages, in units of MiniLM: as it is and tuned
+    tuning = minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched
+    systems = 0.0 # passes over the passages, in units of MiniLM
     for base in bases_of(recipe)[0]:
-        if base == MINER: continue
-        size = passes = 0
-        if not is_encoder(base):
-            shape = find_shape(base)
-            size, gain = shape.decoder, cpu_gain(shape.hidden, shape.mlp) # decoders are scored in the faster precision
-            passes = size/MINER_SIZE/max(1, gain)
-            systems += passes # as it is; the vectors of the tuned one are known by then
-        lines.append(outlook_row(f"train-{Path(base).name}", "as many steps as fit; scored after each epoch",
-                                 SHARE*recipe.minutes + recipe.epochs*passes*searched, 16*size))
+        name = f"train-{Path(base).name}"
+        if is_encoder(base):
+            share = encoder_size(base)/MINER_SIZE
+            systems += 2*share # as it is and tuned
+            lines.append(outlook_row(name, f"3 short runs, then {recipe.epochs} epochs at most", share*tuning,
+                                     share*(16*23e6 + ACTIVE*3*32*tokens)))
+            continue
+        shape = find_shape(base)
+        gain = cpu_gain(shape.hidden, shape.mlp) # decoders are scored in the faster precision
+        passes = shape.decoder/MINER_SIZE/max(1, gain)
+        systems += passes # as it is; the vectors of the tuned one are known by then
+        lines.append(outlook_row(name, "as many steps as fit; scored after each epoch",
+                                 SHARE*recipe.minutes + recipe.epochs*passes*searched, 16*shape.decoder))
     if recipe.curve:
         lines.append(outlook_row("curve", "a fourth and half of the pairs", minutes*recipe.epochs*0.75*train))
     lines.append(outlook_row("exam", "all systems, alone and with BM25", systems*searched))

@@ -40,7 +40,6 @@ class CardContent:
     label: str           # of this model in the ledger; empty: it has not been scored
     step: int            # of stage II; 0 before it
     license: str         # as the hub spells it; empty: unknown
-    language: str        # codes, comma-separated; empty: unknown
     parts: list          # (model, weight) of a merged model
     facts: dict          # from `exported_facts`; empty: not exported
     checked: dict | None # from `export.check`
@@ -53,17 +52,15 @@ def step_of(model: str, runs: list) -> int: # 0 before stage II and for a merged
 
 # %% ../../nbs/release/04_card.ipynb #e1fa8ecc
 def label_of(rows: list, runs: list, ledger: Path | None = None) -> str: # ledger: its folder; empty: not scored
-    "The label under which a ledger scored a run; ValueError when there are several."
+    "The label under which a ledger scored a run, the last one where there are several."
     if not runs: return ""
     here = (runs[-1].folder/"run.json").resolve()
     moved_together = bool(ledger) and ledger.resolve() == here.parent.parent
     def is_here(manifest: Path) -> bool:
         stale = moved_together and not manifest.exists()
         return manifest.resolve() == here or (stale and manifest.parts[-2:] == here.parts[-2:])
-    labels = sorted({row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"]))})
-    if len(labels) > 1:
-        raise ValueError(f"the ledger scored {runs[-1].folder.name} as {' and '.join(labels)}; choose one with label=")
-    return labels[0] if labels else ""
+    labels = [row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"]))]
+    return labels[-1] if labels else ""
 
 # %% ../../nbs/release/04_card.ipynb #d59648a4
 def find_ledger(ledger: str, runs: list) -> Path | None: # ledger: as in `model_card`
@@ -72,8 +69,8 @@ def find_ledger(ledger: str, runs: list) -> Path | None: # ledger: as in `model_
     place = Path(ledger) if ledger else beside
     return place/"ledger.jsonl" if place and place.is_dir() else place
 
-def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", license: str = "", language: str = "",
-           licences: dict = None, label: str = "", checked: dict = None) -> CardContent: # all as in `model_card`
+def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", license: str = "", licences: dict = None,
+           label: str = "", checked: dict = None) -> CardContent: # all as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
     from anchor_nb.models.resolve import find_model
     runs, merged = lineage(model), merged_parts(model)
@@ -89,7 +86,7 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
     parts = [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in merged]
     return CardContent(name=name or Path(folder).name, runs=runs, base=base, data=data_sets(runs, licences), rows=rows,
                        per_query=load_per_query(rows, place.parent/"per_query") if place else {}, label=label,
-                       step=step_of(model, runs), license=license or base["license"], language=language, parts=parts,
+                       step=step_of(model, runs), license=license or base["license"], parts=parts,
                        facts=exported_facts(out, checked) if out else {}, checked=checked)
 
 # %% ../../nbs/release/04_card.ipynb #3de13f5c
@@ -245,7 +242,7 @@ def card_data(card: CardContent): # -> huggingface_hub.ModelCardData
     return ModelCardData(
         model_name=card.name.rpartition("/")[2], license=card.license or "other",
         license_name=None if card.license else "unknown",
-        language=card.language.split(",") if card.language else None, base_model=card.base["hub"] or None,
+        base_model=card.base["hub"] or None,
         base_model_relation=relation if card.base["hub"] and card.runs else None,
         datasets=[facts["hub"] for facts in card.data if facts["hub"]] or None, library_name=library,
         pipeline_tag="feature-extraction", tags=list(dict.fromkeys(tags)), eval_results=eval_results(card) or None)
@@ -329,7 +326,8 @@ their rules, for servers; anchor_nb itself loads the run folder with `AnchorEmbe
 
 {% if scores -%}
 In per cent, with the 95 % interval in brackets where per-query values were kept; means over training seeds where there
-are several. {% if row.tokens or row.max_length %}Texts were cut at {{ row.tokens or row.max_length }} tokens; instructions: {{ row.instructions }}.
+are several. {% if row.tokens or row.max_length %}Texts were cut at {{ row.tokens or row.max_length }} tokens;
+instructions: {{ row.instructions }}.
 {% endif %}All systems in a row were given the same queries and documents.
 
 {{ scores }}
@@ -421,24 +419,23 @@ def model_card(model: str,            # run folder, its `model`, or a snapshot; 
                out: str = "",         # the exported folder; empty: not exported, and the section on use is short
                *, name: str = "",     # the name on the hub, owner/name; empty: the folder's name
                license: str = "",     # empty: that of the base model
-               language: str = "",    # codes such as en,de; empty: left out
                licences: dict = None, # data set -> licence of its texts, for data that anchor_nb did not build
-               label: str = "",       # of the model in the ledger; empty: found by the manifest
+               label: str = "",       # of the model in the ledger; empty: found by the manifest, the last
                checked: dict = None,  # what `export.check` returned
               ) -> str:               # Markdown with YAML front matter
     "The card of a model; ValueError or FileNotFoundError names what does not fit."
-    return write_card(gather(str(model), str(ledger), str(out), name=name, license=license, language=language,
-                             licences=licences, label=label, checked=checked))
+    return write_card(gather(str(model), str(ledger), str(out), name=name, license=license, licences=licences,
+                             label=label, checked=checked))
 
 # %% ../../nbs/release/04_card.ipynb #dac9bb33
-def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", license: str = "", language: str = "",
+def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", license: str = "",
                      licences: dict = None, label: str = "", # all as in `model_card`
                      check: bool = False, # load the folder through sentence-transformers, and report it in the card
                      **options) -> dict:  # options of `export.export`; its result, with card and checked
     "Export a model and write its card as README.md."
     from anchor_nb.release import export
-    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, language=language,
-                 licences=licences, label=label)
+    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences,
+                 label=label)
     gather(str(model), **details)
     facts = export.export(str(model), str(out), **options)
     card = write_text(Path(out)/"README.md", model_card(model, out=out, **details))

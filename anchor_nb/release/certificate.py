@@ -23,10 +23,10 @@ from ..data.packages import toy_items
 from ..data.prompts import LAYOUT_FILE
 from ..models.embedder import AnchorEmbedder
 from ..models.engines import ENGINE_FILES, ENGINES, LlamaEngine
-from ..models.loading import json_or_empty
+from ..models.loading import chain, json_or_empty, use_of
 from .card import export_with_card
 from .export import LONG, SHORT, sent_around
-from .formats import add_formats, check_formats
+from .formats import add_formats, check_formats, check_gguf
 
 # %% ../../nbs/release/08_certificate.ipynb #9ccc5aab
 ODD = [
@@ -318,12 +318,24 @@ def with_table(card: str, rows: list) -> str:
                "fp32, over texts with the same token ids.\n\n" + as_table(rows))
     return card.replace("\n## Scores\n", f"\n{section}\n\n## Scores\n", 1)
 
+# %% ../../nbs/release/08_certificate.ipynb #5be1c0d7
+def check_before(model: str, formats: list, adapter: bool = False, pooling: str = "", kind: str = "", **_):
+    "ValueError for a format that the export of a model could not have; reads no weights."
+    from transformers import AutoConfig
+    check_formats(formats)
+    if formats and adapter:
+        raise ValueError("an adapter alone has no other formats; leave out adapter, which merges it, or the formats")
+    if "gguf" not in formats: return
+    sources, tokenizer, facts = use_of(model, pooling, kind=kind)
+    config = AutoConfig.from_pretrained(chain(sources[-1])[-1], trust_remote_code=False)
+    check_gguf(config.model_type, facts["pooling"], json.loads(tokenizer.backend_tokenizer.to_str()))
+
 # %% ../../nbs/release/08_certificate.ipynb #8b53b7e2
 def export_everywhere(model: str, out: str, formats: list = [], # onnx, openvino, gguf
                       servers: bool = False, # compare every installed engine, and put the table into the card
                       **options) -> dict:    # options and result of `card.export_with_card`; and files, certificate
     "Export a model, its other formats, and a card that says which engines gave the same vectors."
-    check_formats(formats) # before anything is written
+    check_before(model, formats, **options)
     result = export_with_card(model, out, **options)
     if formats: result["files"] = add_formats(out, formats)
     if servers:

@@ -244,16 +244,20 @@ def tensors(model, architecture): # -> a generator of (name, fp32 array)
     factors = theta**-(np.arange(len(frequencies))/len(frequencies))/frequencies
     if abs(factors - 1).max() > 1e-4: yield "rope_freqs.weight", factors.astype(np.float32)
 
+def check_gguf(kind: str, pooling: str, raw: dict): # kind: model_type; raw: of tokenizer.json
+    "ValueError for a model that this converter does not know."
+    if kind not in ARCHITECTURES or pooling == "weighted_mean":
+        raise ValueError(f"{kind} with pooling={pooling} has no GGUF here; {', '.join(ARCHITECTURES)} have, with any "
+                         "pooling but weighted_mean. Use --format onnx")
+    family_of(raw)
+
 def write_gguf(folder: Path, file: Path, precision: str): # precision: fp16, int8 or int4
-    "One GGUF; ValueError for a model that this converter does not know."
+    "One GGUF; ValueError as from `check_gguf`."
     import gguf
     from transformers import AutoModel
     model, facts = AutoModel.from_pretrained(folder, dtype=torch.float32), json_or_empty(folder/LAYOUT_FILE)
-    kind = model.config.model_type
-    if kind not in ARCHITECTURES or facts["pooling"] == "weighted_mean":
-        raise ValueError(f"{kind} with pooling={facts['pooling']} has no GGUF here; {', '.join(ARCHITECTURES)} have, "
-                         "with any pooling but weighted_mean. Use --format onnx")
-    architecture, types = gguf.MODEL_ARCH[ARCHITECTURES[kind]], gguf.GGMLQuantizationType
+    check_gguf(model.config.model_type, facts["pooling"], json_or_empty(folder/"tokenizer.json"))
+    architecture, types = gguf.MODEL_ARCH[ARCHITECTURES[model.config.model_type]], gguf.GGMLQuantizationType
     wanted = dict(fp16=types.F16, int8=types.Q8_0, int4=types.Q4_1)[precision]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     write_settings(writer, model.config, facts)

@@ -21,9 +21,9 @@ MODEL_FILES = ("model.safetensors", SHARD, "adapter_model.safetensors", "model.s
                "generation_config.json", "adapter_config.json", *VOCABULARIES, "tokenizer_config.json",
                "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                "additional_chat_templates/*.jinja", "modules.json", "1_Pooling/config.json",
-               "sentence_bert_config.json", "config_sentence_transformers.json", "anchor_nb.json", "README.md",
-               "LICENSE", "NOTICE", "certificate.json", "onnx/*.onnx", "onnx/*.onnx_data", "openvino/*.xml",
-               "openvino/*.bin", "gguf/*.gguf")
+               "sentence_bert_config.json", "config_sentence_transformers.json", "anchor_nb.json", "search.json",
+               "README.md", "LICENSE", "NOTICE", "certificate.json", "onnx/*.onnx", "onnx/*.onnx_data",
+               "openvino/*.xml", "openvino/*.bin", "gguf/*.gguf")
 
 def files_of(folder: Path) -> tuple: # (paths to send, names left out), both relative to the folder
     "The files of a folder that make up a model, and all others; a folder that is left out whole is one name."

@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from ..data.corpora import CORPORA
+from ..models.loading import json_or_empty
 from ..models.resolve import MODELS
-from ..runs.ledger import read_json
 from ..runs.manifest import read_manifest
 
 # %% ../../nbs/release/02_lineage.ipynb #1e37159c
@@ -21,10 +21,6 @@ class Run(NamedTuple):
     "A finished run."
     folder: Path
     manifest: dict
-
-def read_optional(file: Path) -> dict: # {} where there is no such file
-    "The content of a JSON file, if it exists."
-    return read_json(file) if file.is_file() else {}
 
 def run_folder(model) -> Path | None: # model: a run folder, its `model`, or a snapshot; None for anything else
     "The run that produced a model."
@@ -54,7 +50,7 @@ def finished(folder: Path) -> Run:
 
 def merged_parts(model) -> list: # of dict(model, weight, ...); empty for a model that was not merged
     "The models that a merged model was made of."
-    return read_optional(Path(model)/"merge.json").get("models", [])
+    return json_or_empty(Path(model)/"merge.json").get("models", [])
 
 def lineage(model) -> list: # of `Run`, the earliest first; empty for a model without a manifest
     "The training runs behind a model."
@@ -95,9 +91,9 @@ def foundation(model: str) -> dict: # name: to show; hub: its id, or ""; license
         cached = try_to_load_from_cache(hub, "README.md") # a path, None, or a mark for "known not to exist"
         facts = card_facts(Path(cached)) if isinstance(cached, str) else {}
         return dict(name=hub, hub=hub, license=LICENCES.get(hub) or facts.get("license", ""))
-    if (tuned := read_optional(Path(model)/"training.json").get("model")) and tuned != model:
+    if (tuned := json_or_empty(Path(model)/"training.json").get("model")) and tuned != model:
         return foundation(tuned) # an encoder that `training.encoders` wrote
-    facts = card_facts(Path(model)/"README.md") or read_optional(Path(model)/"source.json")
+    facts = card_facts(Path(model)/"README.md") or json_or_empty(Path(model)/"source.json")
     hub = facts.get("base_model") or facts.get("model") or ""
     return dict(name=hub or Path(model).name, hub=hub, license=str(facts.get("license", "")).lower())
 
@@ -127,7 +123,7 @@ def public_command(command: str, root: Path) -> str: # command: from a manifest
 def built_corpus(folder: Path, sha256: str) -> dict: # license, attribution, source; {} when no built corpus matches
     "What is known about pairs that this package built; the hash decides, not the name."
     for file in (folder.parent/"run.json", folder.parent/"manifest.json"):
-        content = read_optional(file)
+        content = json_or_empty(file)
         hashes = {key: facts.get("sha256") for key, facts in content.get("data", {}).items() if isinstance(facts, dict)}
         for key, known in (content.get("sha256") or hashes).items():
             corpus = CORPORA.get(Path(key).stem) if known == sha256 and key.startswith("pairs/") else None
@@ -140,7 +136,7 @@ def built_corpus(folder: Path, sha256: str) -> dict: # license, attribution, sou
 def data_run(data: str, beside: Path) -> Run | None: # data: as a recipe names it
     "The `prepare` or `mine` run that wrote a folder of pairs."
     folders = [pairs_folder(place).parent for place in candidates(data, beside)] if data else []
-    runs = [Run(folder, read_optional(folder/"run.json")) for folder in folders]
+    runs = [Run(folder, json_or_empty(folder/"run.json")) for folder in folders]
     return next((run for run in runs if run.manifest.get("stage") in ("prepare", "mine")), None)
 
 def origin(data: str, name: str, sha256: str, beside: Path) -> dict: # made: what was changed, the last change first

@@ -107,6 +107,10 @@ def test_what_can_be_known_is_checked_before_a_kernel_starts(tmp_path, monkeypat
     (["evaluate", "tiny", "--task", "SciFcat"], "there is no task 'SciFcat'\ndid you mean SciFact"),
     (["evaluate", "tiny", "--benchmark", "BIER"], "There is no benchmark 'BIER'; did you mean 'BEIR'"),
     (["evaluate", "tiny", "--task", "half"], "half has 2 faults: half/corpus.jsonl is missing; half/qrels"),
+    (["evaluate", "tiny", "--tasks", "[a, b]", "--tasks", "c"], "--tasks is given 2 times, once in brackets\n"),
+    (["compare", "runs/a", "runs/a/", "--task", "half"], "runs/a and runs/a/ are one model\nname two"),
+    (["report", "runs/evalaute"], "out='runs/evalaute' is no folder\nname the folder of ledger.jsonl"),
+    (["sweep", "alpha", "--at-once", "0"], "at_once=0: nothing would run\ngive 1 or more"),
     (["check", "faq.csv", "--columns", "query=Fragen,positive=Antwort"], "columns names Fragen, which no row has\n"
                                                                          "the fields are Frage, Antwort")])
 def test_what_a_newcomer_mistypes_is_said_before_a_kernel_starts(words, message, tmp_path, monkeypatch):

@@ -157,8 +157,6 @@ def test_a_shift_beyond_the_tolerance_is_seen(shift, verdict):
     average = table[(table["table"] == "10") & (table["row"] == "llama-3.2-3b/stage1+stage2")]
     assert average["verdict"].tolist() == [verdict] and average["difference"].item() == pytest.approx(100 * shift,
                                                                                                       abs=0.006)
-    wide = expected_vs_obtained(ours, base="llama-3.2-3b", allowed=lambda tasks: 9)
-    assert set(wide["verdict"]) == {"not run", "within tolerance"}
 
 
 @pytest.mark.parametrize("change, why", [
@@ -179,21 +177,18 @@ def test_what_is_not_comparable_is_not_run(change, why):
 def test_another_model_is_no_reproduction():
     ours = [r | dict(label="anchor") for r in THEIRS if r["label"] == "llama-3.2-1b/anchor"]
     for base in ("", "smollm2-135m"): assert set(expected_vs_obtained(ours, base=base)["verdict"]) == {"not run"}
-    renamed = expected_vs_obtained([r | dict(label="mine") for r in ours], base="llama-3.2-1b",
-                                   labels={"anchor": "mine"})
-    assert (renamed["verdict"] == "within tolerance").sum() == 56 + 8 + 8 + 1 + 1 + 1
+    same = expected_vs_obtained(ours, base="llama-3.2-1b")
+    assert (same["verdict"] == "within tolerance").sum() == 56 + 8 + 8 + 1 + 1 + 1
 
 
 def test_names_are_matched():
-    assert our_label("BGE-large-en-v1.5", [], "llama-3.2-1b", {}) == "BGE-large-en-v1.5"
-    assert our_label("BGE-large-en-v1.5", [], "", {"BGE-large-en-v1.5": "bge"}) == "bge"
-    assert our_label("llama-3.2-1b/untrained", [], "llama-3.2-1b", {}) == "untrained"
-    assert our_label("llama-3.2-1b/anchor", ["llama-3.2-1b/anchor"], "llama-3.2-1b",
-                     {"anchor": "mine"}) == "llama-3.2-1b/anchor"
+    assert our_label("BGE-large-en-v1.5", [], "llama-3.2-1b") == "BGE-large-en-v1.5"
+    assert our_label("llama-3.2-1b/untrained", [], "llama-3.2-1b") == "untrained"
+    assert our_label("llama-3.2-1b/anchor", ["llama-3.2-1b/anchor"], "llama-3.2-1b") == "llama-3.2-1b/anchor"
 
 
 def test_a_tolerance_never_covers_the_papers_gain():
-    assert tolerance(1) == 1.5 and tolerance(56) == tolerance(15) == 0.45 and tolerance(4, task=2) == 1
+    assert tolerance(1) == 1.5 and tolerance(56) == tolerance(15) == 0.45 and tolerance(4) == 0.75
     for scores in paper()["table10_stages_subset15"].values():
         assert 2 * tolerance(15) < scores["stage1+stage2"] - scores["stage2_only"]
 

@@ -163,3 +163,16 @@ def test_a_yardstick_that_cannot_be_had_is_named_and_nothing_fails(tmp_path, mon
     assert [line["model"] for line in summary["table"]] == ["bm25"]
     shown = scoreboard_text(summary["table"], summary["not_scored"])
     assert "all-MiniLM-L6-v2: not scored (" in shown and max(map(len, shown.split("\n"))) <= 100
+
+
+def test_a_yardstick_that_fails_on_one_task_says_on_which(tmp_path):
+    "BM25 finds no word to index in a corpus of stop words."
+    sets = [write_set(tmp_path/name) for name in ("good", "bare")]
+    (tmp_path/"bare"/"corpus.jsonl").write_text("".join(json.dumps({"_id": name, "title": "", "text": "the of"}) + "\n"
+                                                        for name in TASK.corpus))
+    (tmp_path/"bare"/"task.json").write_text(json.dumps(dict(name="bare", instruction="", license="CC0", source="-")))
+    parameters = dict(tasks=sets, models={}, out=str(tmp_path/"out"), yardsticks=["bm25"])
+    stage_runs.run_stage("evaluate", parameters, log=False)
+    summary = ledgers.read_json(tmp_path/"out"/"summary.json")
+    assert summary["failed"] == [] and summary["not_scored"]["bm25"].startswith("bare: ")
+    assert [(line["task"], line["model"]) for line in summary["table"]] == [("toy", "bm25")]

@@ -55,7 +55,7 @@ def test_a_dry_run_shows_the_job_and_no_secret(tmp_path, monkeypatch):
 def test_a_secret_is_not_written_into_a_job(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted-0123456789")
     with pytest.raises(ValueError, match="model holds a token or password; put that into an environment variable"):
-        submit.submit_stage("stage1", dict(out=str(tmp_path/"run"), model="planted-0123456789"), cluster="local")
+        submit.submit_stage("stage1", dict(out=str(tmp_path/"run"), model="planted-0123456789"))
     assert not (tmp_path/"run/jobs").exists()
 
 
@@ -123,11 +123,19 @@ def test_two_nodes_train_what_one_does(tmp_path):
 
 # ---- requeued ----
 
+def submitted(folder, parameters):
+    "Stage I as a job of submitit's local executor."
+    from submitit import LocalExecutor
+    queue = LocalExecutor(folder/"jobs")
+    queue.update_parameters(timeout_min=5, signal_delay_s=75)
+    return queue.submit(submit.StageJob(submit.write_job(folder/"jobs", "stage1", "stage1", parameters)))
+
+
 def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path):
     whole = recipe(Stage1, tmp_path/"whole", steps=30)
     run(whole)
     parameters = TRAINING | dict(data=toy_pairs(), out=str(tmp_path/"run"), steps=30, save_steps=0)
-    job = submit.submit_stage("stage1", parameters, dict(time=5), cluster="local")
+    job = submitted(tmp_path/"run", parameters)
     wait_for(lambda: (tmp_path/"run/metrics.jsonl").exists() and len(rows(tmp_path/"run")) >= 3, job._process)
     before = len(rows(tmp_path/"run"))
     # what its controller does when the time is up
@@ -142,7 +150,6 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on(tmp_path):
 
 
 def test_a_job_that_fails_says_why(tmp_path):
-    job = submit.submit_stage("stage1", TRAINING | dict(data=str(tmp_path/"nowhere"), out=str(tmp_path/"run")),
-                              cluster="local")
+    job = submitted(tmp_path/"run", TRAINING | dict(data=str(tmp_path/"nowhere"), out=str(tmp_path/"run")))
     from submitit.core.utils import FailedJobError
     with pytest.raises(FailedJobError, match="is neither a folder nor a file"): job.result()

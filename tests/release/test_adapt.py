@@ -278,8 +278,10 @@ def test_the_card_of_a_tuned_encoder_has_its_base_licence_and_scores(tmp_path):
                  systems={"minilm tuned": dict(score=0.5), "bm25": dict(score=0.4)})
     (tmp_path/"model").mkdir()
     winner = facts | dict(model=str(tuned), library="sentence-transformers")
-    module.export_step(Adapt(documents="x", epochs=2), tmp_path/"model", winner, found, [], "minilm tuned")
+    recipe = Adapt(documents="x", epochs=2, out=str(tmp_path/"mine"))
+    module.export_step(recipe, tmp_path/"model", winner, found, [], "minilm tuned")
     card = (tmp_path/"model/README.md").read_text()
+    assert str(tmp_path) not in card and "mine/model" in card, "which `push` would refuse"
     assert "base_model_relation: finetune" in card and "not on record." not in card.partition("## Data")[0]
     assert "tuned by anchor_nb" in card and "anchor-nb adapt x --out" in card and "-p epochs=2" in card
     assert "license: apache-2.0" in card and "base_model: sentence-transformers/all-MiniLM-L6-v2" in card
@@ -381,6 +383,20 @@ def test_documents_with_more_queries_than_the_exam_takes(tmp_path, quick):
 
 def test_two_models_of_one_name():
     refused(lambda: module.bases_of(Adapt(documents="x", base="a/stage2,b/stage2")), "two models are called stage2")
+
+
+def test_a_model_of_several_names_is_trained_once():
+    names = "all-MiniLM-L6-v2, smollm2-135m,HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert module.bases_of(Adapt(documents="x", base=names))[0] == ["minilm", "smollm2-135m"]
+
+
+def test_another_encoder_is_forecast_by_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "encoder_seconds", lambda texts: 1)
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    shutil.copytree(Path(module.find_model("minilm")), tmp_path/"other")
+    lines = outlook(recipe(tmp_path, base=str(tmp_path/"other")))
+    first, second = (line.split(maxsplit=1)[1] for line in lines if line.startswith("train-"))
+    assert first == second and "3 short runs" in second, "it is as large as MiniLM"
 
 
 def test_a_reader_that_was_installed_since_is_used(tmp_path, quick, monkeypatch):

@@ -55,7 +55,7 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(runs):
     "The stage-II model as a folder to pass on, with its card."
-    card.export_with_card(runs/"anchor", runs/"exported", name="somebody/tiny-anchor", language="en")
+    card.export_with_card(runs/"anchor", runs/"exported", name="somebody/tiny-anchor")
     return runs/"exported"
 
 
@@ -63,8 +63,8 @@ def exported(runs):
 
 def test_a_hub_can_read_the_card_and_scores_are_those_of_the_ledger(exported):
     found = ModelCard.load(exported/"README.md")
-    assert (found.data.library_name, found.data.pipeline_tag, found.data.license,
-            found.data.language) == ("sentence-transformers", "feature-extraction", "apache-2.0", ["en"])
+    assert (found.data.library_name, found.data.pipeline_tag,
+            found.data.license) == ("sentence-transformers", "feature-extraction", "apache-2.0")
     assert {"sentence-transformers", "feature-extraction"} <= set(found.data.tags)
     result, = found.data.eval_results
     assert (result.dataset_name, result.metric_type, result.metric_value) == ("toy", "ndcg_at_10", 43.21)

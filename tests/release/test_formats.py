@@ -73,6 +73,12 @@ def test_a_gguf_that_llama_cpp_could_not_follow_is_refused(tmp_path):
     pytest.importorskip("gguf")
     export(checkpoint(tmp_path/"m", pooling="weighted_mean"), tmp_path/"out")
     with pytest.raises(ValueError, match="with any pooling but weighted_mean"): add_formats(tmp_path/"out", ["gguf"])
+    for model, words, message in ((str(tmp_path/"m"), {}, "with any pooling but weighted_mean"),
+                                  ("minilm", {}, "bert with pooling=mean has no GGUF"),
+                                  ("tiny", dict(adapter=True), "an adapter alone has no other formats")):
+        with pytest.raises(ValueError, match=message):
+            export_everywhere(model, tmp_path/"early", ["gguf"], **words)
+    assert not (tmp_path/"early").exists(), "the same command can be given again"
 
 
 def test_scaled_positions_go_into_the_gguf(tmp_path):

@@ -335,12 +335,13 @@ def test_two_runs_do_not_share_a_folder_and_sigterm_reaches_the_kernel(tmp_path)
     assert (manifest["status"], manifest["failures"][0]["reason"]) == ("stopped", "RuntimeError: checkpoint written")
 
 
-def test_a_folder_by_hash_is_found_again(tmp_path):
-    path = prepare_like(tmp_path/"nb", "from anchor_nb.runs.manifest import finish_run; finish_run(out)")
-    executed = [stage_runs.run_stage(path, dict(out=str(tmp_path/"by-hash"), seed=seed), log=False) for seed in (1, 2)]
-    folders = [identity.hashed_out(stage("prepare", corpora=[], model="", negatives=4, seed=seed), {},
-                                   tmp_path/"by-hash") for seed in (1, 2)]
-    assert [path.parent for path in executed] == folders and len(set(folders)) == 2
+def test_a_run_can_lie_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path/"home"))
+    monkeypatch.chdir(tmp_path)
+    path = prepare_like(tmp_path/"nb", DONE)
+    assert stage_runs.run_stage(path, dict(out="~/run"), log=False) == tmp_path/"home"/"run"/"prepare.ipynb"
+    assert stage_runs.finished(tmp_path/"home"/"run", "prepare") and not (tmp_path/"~").exists()
+    assert stage_runs.finished(tmp_path/"home"/"run", "report") == b"", "a report of this folder is another stage"
 
 
 # ---- strict stages ----
@@ -353,6 +354,7 @@ def test_a_folder_by_hash_is_found_again(tmp_path):
     ("stage2", dict(model="TORN"), "model.safetensors is incomplete: it has 100 bytes"),
     ("mine", dict(model="no/such/model"), "there is no such folder"),
     ("analyse", dict(b="runs/no/model"), "there is no such folder"),
+    ("report", dict(), "is no folder; name the folder of ledger.jsonl"),
 ])
 def test_what_is_missing_is_noticed_before_a_kernel_starts(name, given, message, tmp_path, monkeypatch):
     monkeypatch.setattr(stage_runs, "execute", lambda *_: pytest.fail("it started"))
@@ -363,6 +365,7 @@ def test_what_is_missing_is_noticed_before_a_kernel_starts(name, given, message,
     given = {key: value.replace("FILE", places["FILE"]).replace("TORN", places["TORN"]) for key, value in given.items()}
     usual = dict(out=str(tmp_path/"out"), data=toy_pairs())
     usual |= dict(a="tiny") if name == "analyse" else dict(model="tiny")
+    if name == "report": usual = dict(out=usual["out"])
     with pytest.raises((ValueError, OSError), match=message): stage_runs.run_stage(name, usual | given)
     assert not (tmp_path/"out").exists()
 
