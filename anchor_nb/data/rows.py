@@ -389,7 +389,6 @@ def load_pairs(data: str | dict, cache_dir: str | Path | None = None, columns: d
         FileNotFoundError: nothing there that holds rows.
     """
     sources, columns = data if isinstance(data, dict) else find_sources(data), pair_columns(columns)
-
     return {name: load_source(source, cache_dir, columns) for name, source in sources.items()}
 
 # %% ../../nbs/data/02_rows.ipynb #e68724bf

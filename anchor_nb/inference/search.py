@@ -92,7 +92,6 @@ def search(queries,                # [queries, dimension], or one vector: array 
     "The documents with the largest inner products; ValueError for vectors that cannot be compared."
     k = whole_number("k", k)
     asked, given = check_vectors(queries, corpus, k)
-
     k = min(k, len(given))
     if not len(asked): return Found(np.empty((0, k), np.float32), np.empty((0, k), np.int64))
     array = lambda side: np.ascontiguousarray(side.cpu())
@@ -306,7 +305,6 @@ class Index(Stored):
             queries: a query, or several.
             k: documents for each; fewer where the index has fewer.
             instruction: of the task, for queries; or the name of a prompt. Empty: the checkpoint's query prompt.
-
             bm25: weight of BM25 beside the vectors, from 0 to 1; see `fuse`. ValueError with a `k` over 100, or
                 where the index has no texts.
 
