@@ -2586,6 +2586,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_nb/models/attention.py'),
                                             'anchor_nb.models.attention.choose_attention': ( 'models/attention.html#choose_attention',
                                                                                              'anchor_nb/models/attention.py'),
+                                            'anchor_nb.models.attention.has_bf16': ( 'models/attention.html#has_bf16',
+                                                                                     'anchor_nb/models/attention.py'),
                                             'anchor_nb.models.attention.has_varlen': ( 'models/attention.html#has_varlen',
                                                                                        'anchor_nb/models/attention.py'),
                                             'anchor_nb.models.attention.installed_flash': ( 'models/attention.html#installed_flash',

@@ -296,14 +296,14 @@ def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes 
     "Memory for the weights of a frozen embedder; reads no weights."
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-    from anchor_nb.models.attention import on_gpu
+    from anchor_nb.models.attention import has_bf16, on_gpu
     from anchor_nb.models.backbone import has_head
     from anchor_nb.models.resolve import base_of, find_model
     folder = find_model(model)
     while base := base_of(folder): folder = find_model(base) # an adapter is merged into its base
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"): empty = (AutoModelForCausalLM if has_head(config) else AutoModel).from_config(config)
-    size = 2 if on_gpu() and torch.cuda.is_bf16_supported() else 4 # as it is loaded
+    size = 2 if on_gpu() and has_bf16() else 4 # as it is loaded
     return size*sum(weight.numel() for weight in empty.parameters())
 
 ON_CPU = dict(stage1=512, stage2=2048) # tokens of a micro-batch
