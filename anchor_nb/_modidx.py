@@ -2579,6 +2579,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'anchor_nb/losses/simcse.py'),
                                          'anchor_nb.losses.simcse.SimCSE.texts': ( 'losses/simcse.html#simcse.texts',
                                                                                    'anchor_nb/losses/simcse.py'),
+                                         'anchor_nb.losses.simcse.drop_nothing': ( 'losses/simcse.html#drop_nothing',
+                                                                                   'anchor_nb/losses/simcse.py'),
                                          'anchor_nb.losses.simcse.is_noisy': ('losses/simcse.html#is_noisy', 'anchor_nb/losses/simcse.py'),
                                          'anchor_nb.losses.simcse.set_attention_dropout': ( 'losses/simcse.html#set_attention_dropout',
                                                                                             'anchor_nb/losses/simcse.py')},
