@@ -193,8 +193,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                        'anchor_nb/analysis/representation_similarity.py'),
                                                               'anchor_nb.analysis.representation_similarity.dimension_correlations': ( 'analysis/representation_similarity.html#dimension_correlations',
                                                                                                                                        'anchor_nb/analysis/representation_similarity.py'),
-                                                              'anchor_nb.analysis.representation_similarity.equal_widths': ( 'analysis/representation_similarity.html#equal_widths',
-                                                                                                                             'anchor_nb/analysis/representation_similarity.py'),
                                                               'anchor_nb.analysis.representation_similarity.expanded': ( 'analysis/representation_similarity.html#expanded',
                                                                                                                          'anchor_nb/analysis/representation_similarity.py'),
                                                               'anchor_nb.analysis.representation_similarity.hsic': ( 'analysis/representation_similarity.html#hsic',

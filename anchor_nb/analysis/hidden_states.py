@@ -85,12 +85,10 @@ def matched(first: list, states: int, others: int) -> list: # numbers of states 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #c8f6da35
 def untrained(embedder: AnchorEmbedder, seed: int) -> AnchorEmbedder:
     "The same architecture and formatter with random weights."
-    from transformers import AutoModelForCausalLM
     lm, other = embedder.lm, copy.copy(embedder)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        fresh = AutoModelForCausalLM.from_config(lm.config, dtype=lm.dtype,
-                                                 attn_implementation=lm.config._attn_implementation)
+        fresh = type(lm)._from_config(lm.config, dtype=lm.dtype, attn_implementation=lm.config._attn_implementation)
     other.lm = fresh.to(embedder.device).eval()
     return other
 
