@@ -71,8 +71,7 @@ def test_the_machine_decides_between_the_two_presets(tmp_path, monkeypatch):
 
 
 def test_looking_for_a_gpu_leaves_cuda_asleep_so_that_ranks_can_be_forked(tmp_path, monkeypatch):
-    def awake(): raise AssertionError("asked the driver")
-    monkeypatch.setattr("torch.cuda.is_available", awake)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("asked the driver"))
     assert defaults.preset_of(open_recipe("stage1", tmp_path), 10**6)[0] in ("laptop", "paper")
 
 
