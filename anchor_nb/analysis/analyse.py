@@ -215,9 +215,14 @@ def by_random_points(checkpoints: list, sample: Sample, settings) -> dict: # che
                      settings.seed)
 
 # %% ../../nbs/analysis/04_analyse.ipynb #96fe4eaa
+LEAST = 20 # rows that `geometry` needs for its intervals
+
 def analyse(settings, say=print) -> dict: # the summary
     "Everything an `Analyse` asks for, into its folder; ValueError for input that cannot be compared."
     sample, out = draw(settings), Path(settings.out)
+    if len(sample.rows) < LEAST:
+        raise ValueError(f"{settings.data}, with texts={settings.texts}, gives {len(sample.rows)} rows of different "
+                         f"texts; intervals need at least {LEAST}, so give more rows or raise texts")
     say(f"{len(sample.texts)} texts of {len(sample.rows)} rows ({', '.join(sample.fields)})")
     comparisons = compared(settings, sample)
     # the last of each label is its final model

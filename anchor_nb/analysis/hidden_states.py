@@ -15,10 +15,10 @@ from torch import Tensor
 from ..core.settings import Recipe, setting
 from ..data.prompts import Formatter
 from ..models.packing import cut_by_tokens
-from ..models.attention import attention_inputs
+from ..models.attention import attention_inputs, has_bf16, is_causal, on_gpu
 from ..models.backbone import trunk_of
 from ..models.pooling import pack_texts, pool_states
-from ..runs.launch import usable_gpus
+
 from ..models.embedder import AnchorEmbedder
 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #7b14a1d2
@@ -46,8 +46,10 @@ class Settings(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.precision != "auto": return
         # a result from a GPU is not one from a CPU
-        if self.precision == "auto": object.__setattr__(self, "precision", "bf16" if usable_gpus() else "fp32")
+        half = ("cuda" in self.device if self.device else on_gpu()) and has_bf16()
+        object.__setattr__(self, "precision", "bf16" if half else "fp32")
 
     def problems(self):
         whole = all(isinstance(k, int) and k > 0 for k in self.neighbours) and self.neighbours
@@ -83,12 +85,10 @@ def matched(first: list, states: int, others: int) -> list: # numbers of states 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #c8f6da35
 def untrained(embedder: AnchorEmbedder, seed: int) -> AnchorEmbedder:
     "The same architecture and formatter with random weights."
-    from transformers import AutoModelForCausalLM
     lm, other = embedder.lm, copy.copy(embedder)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        fresh = AutoModelForCausalLM.from_config(lm.config, dtype=lm.dtype,
-                                                 attn_implementation=lm.config._attn_implementation)
+        fresh = type(lm)._from_config(lm.config, dtype=lm.dtype, attn_implementation=lm.config._attn_implementation)
     other.lm = fresh.to(embedder.device).eval()
     return other
 
@@ -118,7 +118,7 @@ def open_readers(a: str, b: str, twin: str, settings: Settings) -> dict: # name 
 def all_states(reader: Reader, packed) -> Tensor: # [tokens, layers, width]
     "The states of a packed batch at the reader's layers."
     trunk = trunk_of(reader.embedder.lm)
-    inputs = attention_inputs(trunk.config._attn_implementation, packed)
+    inputs = attention_inputs(trunk.config._attn_implementation, packed, causal=is_causal(trunk.config))
     states = trunk(input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False,
                    output_hidden_states=True, **inputs).hidden_states
     return torch.stack([states[layer][0] for layer in reader.layers], 1)

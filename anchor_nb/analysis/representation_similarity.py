@@ -85,18 +85,9 @@ def correlations(rows, x: Tensor, y: Tensor, xx: Tensor, yy: Tensor,
     still = (x_variance <= 1e-12*xx) | (y_variance <= 1e-12*yy) # what rounding leaves of equal values
     return torch.where(still, torch.nan, covariance/(x_variance*y_variance).clamp(min=0).sqrt()).clamp(-1, 1)
 
-# %% ../../nbs/analysis/01_representation_similarity.ipynb #23d17664
-def equal_widths(moments: Moments, metric: str):
-    "ValueError if a measure needs two spaces of equal width."
-    p, q = moments.cross.shape[1:]
-    if p != q:
-        raise ValueError(f"{metric} needs models of equal width, these have {p} and {q} dimensions; linear CKA, "
-                         "neighbour overlap and the ridge probe compare spaces of any width")
-
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #0af1a087
 def dimension_correlations(moments: Moments) -> Tensor: # [pairs, width]
-    "Correlation of each dimension of the one with the same dimension of the other; ValueError for unequal widths."
-    equal_widths(moments, "correlation by dimension")
+    "Correlation of each dimension of the one with the same dimension of the other, for equal widths."
     first, second = moments.places
     return correlations(moments.rows, moments.x[first], moments.y[second], moments.xx[first], moments.yy[second],
                         moments.cross.diagonal(dim1=1, dim2=2).double())
@@ -140,8 +131,7 @@ def ratio(xy: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #149043a8
 def rotations(moments: Moments) -> Tensor: # [pairs, width, width] fp64; NaN where a side does not vary
-    "The orthogonal matrix that brings x nearest to y, for each pair of layers; ValueError for unequal widths."
-    equal_widths(moments, "orthogonal Procrustes")
+    "The orthogonal matrix that brings x nearest to y, for each pair of layers of equal width."
     first, second = moments.places
     fitted = []
     for cross, x, y in zip(moments.cross, moments.x[first], moments.y[second]):

@@ -45,7 +45,8 @@ class Carried(NamedTuple):
     none: float       # behind the embedding of [EOS]
     gap: float        # other less own
     margin: float     # half the gap's 95 % interval
-    identified: float # share of texts whose own anchor, of 16, is the one behind which they are likeliest
+    identified: float # share of texts whose own anchor, of `among`, is the one behind which they are likeliest
+    among: int = GROUP
 
     @property
     def empty(self) -> bool:
@@ -65,15 +66,16 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
     if len(groups[-1]) < 2: groups[-2:] = [groups[-2] + groups[-1]]
     costs, known = [], []
     for number, group in enumerate(groups):
-        shifts = [0, *range(1, len(group))] if number*GROUP < identify else [0, 1]
+        whole = number*GROUP < identify and len(group) == len(groups[0])
+        shifts = range(len(group)) if whole else [0, 1]
         losses = run(anchor.pack(group), [*shifts, None])
-        if len(shifts) == len(group): known.append((losses[0] < losses[1:-1].amin(0)).float())
+        if whole: known.append((losses[0] < losses[1:-1].amin(0)).float())
         costs.append(losses[[0, 1, -1]])
     costs, known = torch.cat(costs, 2).double(), torch.cat(known, 1).mean(1)
     gaps = costs[1] - costs[0]
     margins = 1.96*gaps.std(1)/math.sqrt(len(pairs))
     values = torch.stack([*costs.mean(2), gaps.mean(1), margins, known.to(gaps)], 1)
-    return {name: Carried(*row) for name, row in zip(anchor.directions, values.tolist())}
+    return {name: Carried(*row, among=len(groups[0])) for name, row in zip(anchor.directions, values.tolist())}
 
 # %% ../../nbs/losses/11_carry.ipynb #85b795f3
 NAMES = dict(q2d="a query's anchor tells about its document", d2q="a document's anchor tells about its query")
@@ -84,7 +86,8 @@ def in_words(measured: dict, # direction -> `Carried`, or its fields as a dict
     lines = []
     for direction, values in measured.items():
         at = values if isinstance(values, Carried) else Carried(**values)
-        recognised = f"{at.identified:.0%} of texts recognise it among {GROUP}"
+        recognised = (f"for {at.identified:.0%} of texts their own anchor is the best of {at.among} "
+                      f"({1/at.among:.0%} by chance)")
         tells, gap = NAMES[direction].capitalize(), f"{at.gap:.2f} +- {at.margin:.2f}"
         if at.empty: lines.append(f"{tells} nothing measurable: {gap} nats a text; {recognised}.")
         else: lines.append(f"{tells} {gap} nats of the {at.none:.0f} that a text costs without; {recognised}.")

@@ -124,8 +124,8 @@ class Objectives(nn.Module):
         for _, objective, _ in objectives: objective.check(lm)
         self.lm, self.objectives = lm, {name: objective for name, objective, _ in objectives}
         head = lm.get_output_embeddings().weight
-        if not any(o.uses_head for o in self.objectives.values()) and head is not lm.get_input_embeddings().weight:
-            head.requires_grad_(False)
+        self.untied = head is not lm.get_input_embeddings().weight
+        if self.untied and not any(o.uses_head for o in self.objectives.values()): head.requires_grad_(False)
 
     def forward(self, name: str | tuple, batch, # several names: see `Together`
                 totals: Tensor | None = None,
@@ -134,7 +134,10 @@ class Objectives(nn.Module):
         if isinstance(name, tuple): objective = Together([self.objectives[part] for part in name], batch.weights)
         else: objective = self.objectives[name]
         if work: return work(self.lm, batch, objective)
-        return objective.embed(self.lm, batch) if objective.coupled else objective.loss(self.lm, batch, totals)
+        if not objective.coupled: return objective.loss(self.lm, batch, totals)
+        vectors, head = objective.embed(self.lm, batch), self.lm.get_output_embeddings().weight
+        # every parameter gets a gradient, which DDP waits for, also in steps before `anchor_after`
+        return vectors + head.sum()*0 if head.requires_grad and self.untied else vectors
 
 # %% ../../nbs/losses/10_objectives.ipynb #1ddbaee2
 def to_device(batch, device): # a NamedTuple of tensors, packed batches and plain values

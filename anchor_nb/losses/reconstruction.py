@@ -109,11 +109,12 @@ def count_targets(pairs: list, rules: DecodeRules, eos: int,
 
 # %% ../../nbs/losses/00_reconstruction.ipynb #011984fb
 def chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor,
-               scale: Tensor) -> tuple: # ([rows] losses, [rows, vocabulary] gradient)
+               scale: Tensor | None = None) -> tuple: # ([rows] losses, [rows, vocabulary] gradient, None without scale)
     "Cross-entropy of some rows, and the gradient of its weighted sum with respect to the logits."
     logits = F.linear(hidden, weight)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
     losses = -log_p.gather(1, targets[:, None])[:, 0]
+    if scale is None: return losses, None
     gradient = log_p.exp_()
     gradient[torch.arange(len(targets), device=targets.device), targets] -= 1
     return losses, gradient.mul_(scale.to(gradient.dtype)[:, None])
@@ -159,8 +160,12 @@ def head_loss(hidden: Tensor,  # [targets, hidden]
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     if compute == torch.float16:
         raise ValueError("in fp16 the gradients of this loss underflow; use precision=bf16 or fp32")
+    chunk = chunk or (2048 if kind == "cuda" else 1024)
     with torch.autocast(kind, enabled=False):
-        return HeadLoss.apply(hidden, weight, targets, scale, chunk or (2048 if kind == "cuda" else 1024), compute)
+        if torch.is_grad_enabled(): return HeadLoss.apply(hidden, weight, targets, scale, chunk, compute)
+        head, pieces = weight.to(compute), zip(hidden.to(compute).split(chunk), targets.split(chunk))
+        losses = torch.cat([chunk_loss(states, head, some)[0] for states, some in pieces])
+        return losses @ scale.to(losses.dtype), losses
 
 # %% ../../nbs/losses/00_reconstruction.ipynb #05239080
 @contextmanager

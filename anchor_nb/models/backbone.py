@@ -30,7 +30,7 @@ def run_packed(trunk: nn.Module,    # the decoder without its head
               ) -> Tensor:          # [tokens, hidden], or [texts, hidden]
     "Final hidden states of a packed batch; ValueError when the kernel cannot hide keys."
     entry = dict(inputs_embeds=embeddings[None]) if embeddings is not None else dict(input_ids=packed.ids[None])
-    how = attention_inputs(trunk.config._attn_implementation, packed, visible)
+    how = attention_inputs(trunk.config._attn_implementation, packed, visible, is_causal(trunk.config))
     short = only_last and visible is None and is_short(trunk) # the short last layer sees all keys
     if short: how = dict(how, only_last=True)
     if causal is not None: how = dict(how, is_causal=causal)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from ..data.prompts import Formatter, fit_layout
-from .attention import on_gpu
+from .attention import has_bf16, on_gpu
 from .backbone import attach_adapter, compile_layers, load_backbone, run_packed, trunk_of
 from .engines import int8_linears, load_engine
 from .inputs import whole_number
@@ -98,7 +98,7 @@ class Pretrained(RoleEncoder):
             raise ValueError("precision=int8 runs on a CPU here; give device='cpu', or leave precision out for bf16")
         sources, tokenizer, use = use_of(str(path), pooling, max_length, bidirectional, kind, adapter)
         gpu = place.type == "cuda"
-        dtype = {"auto": "pure_bf16" if gpu and torch.cuda.is_bf16_supported() else "fp32",
+        dtype = {"auto": "pure_bf16" if gpu and has_bf16() else "fp32",
                  "bf16": "pure_bf16", "int8": "fp32"}.get(precision, precision)
         # a GPU that is present but not requested must not decide
         chosen = "packed_sdpa" if attention == "auto" and not gpu else attention

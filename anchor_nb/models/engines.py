@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from ..data.prompts import Formatter
+from .backbone import trunk_of
 from .interface import RoleEncoder
 from .loading import use_of
 
@@ -103,12 +104,12 @@ class Int8Linear(nn.Module):
 KEPT = "v_proj" # stays in fp32: a thirtieth of the work of SmolLM2, and the layer that int8 hurts most
 
 def int8_linears(lm): # a language model in fp32, on the CPU
-    "The model with its linear layers in int8."
+    "The model with the linear layers of its decoder in int8."
     if not int8_is_fast():
         warnings.warn("this CPU has no instructions for int8: precision='int8' gives the same vectors as on "
                       "other machines, but is neither faster nor smaller than 'fp32'", stacklevel=2)
     shared = SharedRows()
-    for module in list(lm.modules()):
+    for module in list(trunk_of(lm).modules()): # vectors need no head
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and name != KEPT: setattr(module, name, Int8Linear(child, shared))
     return lm
@@ -139,13 +140,13 @@ class OpenvinoEngine:
 class LlamaEngine:
     "llama.cpp, on the CPU."
     def __init__(self, file: Path, longest: int, pooling: str = "eos", # longest: tokens of a text at most
-                 bidirectional: bool | None = None, slots: int = 1): # slots: texts at a time
+                 bidirectional: bool | None = None):
         import xllamacpp
         kinds, attention = xllamacpp.llama_pooling_type, xllamacpp.llama_attention_type
         room, settings = 256*(longest//256 + 1), xllamacpp.CommonParams() # a multiple, longer than any text
         settings.model.path, settings.embedding, settings.n_gpu_layers = str(file), True, 0
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-        settings.n_parallel, settings.n_ctx, settings.n_batch, settings.n_ubatch = slots, *[slots*room]*3
+        settings.n_parallel, settings.n_ctx, settings.n_batch, settings.n_ubatch = 1, room, room, room
         name = dict(eos="LAST", last="LAST", mean="MEAN", first="CLS")[pooling]
         settings.pooling_type = getattr(kinds, f"LLAMA_POOLING_TYPE_{name}")
         if bidirectional: settings.attention_type = attention.LLAMA_ATTENTION_TYPE_NON_CAUSAL

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 import torch
 from transformers import TrainerCallback
+from ..core.distributed import of_first_rank
 from ..core.files import replace_folder
 from ..core.progress import progress
 from ..losses.carry import GROUP, carried, in_words, losses_behind
@@ -82,7 +83,7 @@ class Carrying(TrainerCallback):
         def run(batch, shifts):
             behind = lambda lm, batch, anchor: losses_behind(lm, batch, anchor, shifts)
             return model("anchor", to_device(batch, args.device), work=behind).cpu()
-        with torch.no_grad(): measured = carried(run, anchor, self.pairs, identify=GROUP)
+        with torch.no_grad(): measured = of_first_rank(carried(run, anchor, self.pairs, identify=GROUP))
         model.train()
         self.seconds += perf_counter() - began
         self.last = dict(step=state.global_step, pairs=len(self.pairs), trained_on=not self.fresh,

@@ -15,6 +15,7 @@ from ..core.presets import read_preset
 from ..core.recipe import Training
 from ..data.rows import Batch, examples
 from ..runs.checkpoints import checkpoints
+from ..runs.launch import usable_gpus
 from ..runs.ledger import read_json
 
 # %% ../../nbs/training/06_defaults.ipynb #7dec1043
@@ -82,8 +83,7 @@ def auto_on_gpu(recipe: Training, rows: int) -> tuple: # rows: of all datasets -
 def preset_of(recipe: Training, rows: int) -> tuple: # (laptop or paper, its steps; 0: as it has them, why)
     "The preset that decides, and why it does."
     if recipe.preset != "auto": return recipe.preset, 0, "as asked for"
-    from anchor_nb.models.attention import on_gpu
-    if not on_gpu(): return "laptop", 0, "no GPU here"
+    if not usable_gpus(): return "laptop", 0, "no GPU here"
     name, steps = auto_on_gpu(recipe, rows)
     if name == "laptop": return name, 0, "too few pairs for the paper's batches"
     return name, steps, "on a GPU" + f", {PASSES} passes over the pairs"*(steps > 0)

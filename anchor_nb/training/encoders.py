@@ -55,6 +55,7 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
             folder, num_train_epochs=epochs, per_device_train_batch_size=min(batch, len(rows)), learning_rate=rate,
             warmup_steps=0.1, batch_sampler="no_duplicates", report_to="none", disable_tqdm=True, seed=seed,
             logging_strategy="no", dataloader_pin_memory=encoder.device.type == "cuda", **kept)
+        settings._n_gpu = min(settings.n_gpu, 1) # or DataParallel would make the batch larger with each GPU
         trainer = SentenceTransformerTrainer(encoder, settings, train_dataset=as_triples(rows), evaluator=judge,
                                              loss=MultipleNegativesRankingLoss(encoder),
                                              callbacks=[EarlyStoppingCallback(1)] if judge else [])

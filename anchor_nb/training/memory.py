@@ -66,8 +66,7 @@ STATES = dict(adamw=2, adamw_8bit=2) # values that an optimizer keeps for each w
 def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     "The model's memory, independent of the number of tokens."
     weight = 2 if setup.precision == "pure_bf16" else 4
-    held = shape.parameters - shape.head*(setup.stage == "encode" and not shape.tied) # an embedder loads no head
-    parts = {"weights": held*weight} | ({"guide": setup.guide} if setup.guide else {})
+    parts = {"weights": shape.parameters*weight} | ({"guide": setup.guide} if setup.guide else {})
     if setup.precision == "bf16": parts["bf16 copies"] = 2*(shape.decoder + shape.head*(setup.stage == "stage1"))
     if setup.stage == "encode": return parts
     if setup.optimizer not in STATES:
@@ -147,8 +146,7 @@ class Plan:
     stage: str
     micro_tokens: int            # tokens of a micro-batch
     gradient_checkpointing: bool
-    gradcache: bool              # stage II in several pieces
-    pieces: int                  # micro-batches of a step in one process
+    pieces: int                  # micro-batches of a step in one process; stage II needs GradCache for several
     peak_bytes: int              # expected on each device
     flops: float                 # of a step, all processes together
     seconds: float               # of a step; 0: the rate is not known
@@ -235,7 +233,7 @@ def describe(shape: Shape, setup: Setup, work: Work, tokens: int, checkpointing:
     flops = setup.processes*step_flops(shape, setup, work, pieces, checkpointing)
     seconds = flops/(setup.processes*rate*TARGETS[stage]) if rate else 0.0
     how = "GradCache in pieces" if cached else f"with{'out'*(not checkpointing)} gradient checkpointing"
-    return Plan(stage, tokens, checkpointing, cached, pieces, peak, flops, seconds,
+    return Plan(stage, tokens, checkpointing, pieces, peak, flops, seconds,
                 f"{stage}: {tokens} tokens a micro-batch, {how}; {peak/1e9:.1f} GB expected of {free_bytes/1e9:.1f} GB "
                 "free")
 
@@ -296,14 +294,14 @@ def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes 
     "Memory for the weights of a frozen embedder; reads no weights."
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-    from anchor_nb.models.attention import on_gpu
+    from anchor_nb.models.attention import has_bf16, on_gpu
     from anchor_nb.models.backbone import has_head
     from anchor_nb.models.resolve import base_of, find_model
     folder = find_model(model)
     while base := base_of(folder): folder = find_model(base) # an adapter is merged into its base
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"): empty = (AutoModelForCausalLM if has_head(config) else AutoModel).from_config(config)
-    size = 2 if on_gpu() and torch.cuda.is_bf16_supported() else 4 # as it is loaded
+    size = 2 if on_gpu() and has_bf16() else 4 # as it is loaded
     return size*sum(weight.numel() for weight in empty.parameters())
 
 ON_CPU = dict(stage1=512, stage2=2048) # tokens of a micro-batch
@@ -322,7 +320,7 @@ def plan_for(config,                      # of the model, from transformers
     try: shape = shape_of(config)
     except ValueError as error:
         tokens = min(usual, 16384)
-        return Plan(setup.stage, tokens, bool(forced), False, 1, 0, 0.0, 0.0,
+        return Plan(setup.stage, tokens, bool(forced), 1, 0, 0.0, 0.0,
                     f"{setup.stage}: {tokens} tokens a micro-batch, unplanned: {error}")
     free = free_memory(device)/(1 if gpu else setup.processes)/(2 if setup.precision == "fp64" else 1)
     if not micro_tokens and forced is None:

@@ -35,10 +35,11 @@ class Machine:
 def this_machine(shape: Shape, precision: str = "auto") -> Machine: # shape: of the model
     "The machine that this runs on, measured now."
     import torch
+    from anchor_nb.models.attention import has_bf16
     from anchor_nb.runs.launch import usable_gpus
     from anchor_nb.training.precision import LARGE, cpu_precision
     if gpus := usable_gpus():
-        kind = "bf16" if precision == "auto" else precision
+        kind = ("bf16" if has_bf16() else "fp32") if precision == "auto" else precision
         rate = matrix_rate("cuda", "float32" if kind == "fp32" else "bfloat16", shape)
         return Machine(gpus, free_memory("cuda"), rate, kind, here=True)
     usual = cpu_precision(shape.hidden, shape.mlp)[0] if shape.decoder >= LARGE else "fp32"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from ..data.packages import cache_dir
 from ..core.files import write_text
-from ..models.attention import on_gpu
+from ..models.attention import has_bf16, on_gpu
 from .flops import shape_of
 
 # %% ../../nbs/training/02_precision.ipynb #f65a10f3
@@ -73,8 +73,7 @@ def cpu_precision(hidden: int, mlp: int) -> tuple: # (fp32 or bf16, why)
 def auto_precision(config) -> tuple: # of a transformers configuration: (fp32 or bf16, why)
     "What `precision=auto` means for a new run of a model on this machine."
     if on_gpu():
-        supported = torch.cuda.is_bf16_supported()
-        return ("bf16", "this GPU has it") if supported else ("fp32", "this GPU has no bf16")
+        return ("bf16", "this GPU has it") if has_bf16() else ("fp32", "this GPU has no bf16")
     try: shape = shape_of(config)
     except ValueError: return "fp32", f"the sizes of a {config.model_type} are not known here, so nothing was tried"
     if shape.decoder < LARGE: return "fp32", "the model is too small to gain by bf16"

@@ -112,7 +112,7 @@ def speed(module, steps: Steps,
           seconds: float = 5,        # how long to try after the first run
           clock=time.perf_counter,
          ) -> float:                 # tokens a second, forward and backward, of all ranks
-    "How fast this machine trains this model on these texts; 0 if memory ran out."
+    "How fast this machine trains this model on these texts; 0 if the memory of a single rank ran out."
     pairs, times = 1, {}
     try:
         with undisturbed(module, device):
@@ -125,7 +125,10 @@ def speed(module, steps: Steps,
                 if first and fitting < most: continue
                 if left < taken: break
                 pairs = max(fitting, min(most, pairs + (left >= taken*(pairs + 1)/pairs)))
-    except torch.OutOfMemoryError: return 0.0
+    except torch.OutOfMemoryError:
+        if world()[1] > 1: # the other ranks would wait for this one
+            raise
+        return 0.0
     return of_whole(times, most)
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be021
@@ -158,9 +161,10 @@ def held_memory(device) -> int: # bytes
     import psutil
     return psutil.Process().memory_info().rss
 
-def largest_piece(sample: Sample, global_batch: int, budget: int, whole: bool) -> int: # whole: a step is not cut
+def largest_piece(sample: Sample, pairs: int, # of one rank's share of a step
+                  budget: int, whole: bool) -> int: # whole: a step is not cut
     "The tokens of texts in the largest micro-batch of one rank."
-    share = round(sum(sample.lengths)/sample.pairs*-(-global_batch//world()[1]))
+    share = round(sum(sample.lengths)/sample.pairs*pairs)
     return share if whole else min(share, max(budget, *sample.lengths))
 
 def expected_memory(config, setup: Setup, tokens: int, checkpointing: bool, device) -> int: # bytes; 0: unknown
@@ -209,9 +213,10 @@ def forecast(module, steps: Steps, config, # of the model, from transformers
              clock=time.perf_counter,
             ) -> Forecast:
     "Measure this machine on the run's own texts, without changing anything; every rank must call it."
-    sample, share = sample_steps(steps, global_batch), global_batch//world()[1]
-    peak = largest_piece(sample, global_batch, budget, checkpointing and setup.stage == "stage2")
-    free = free_memory(str(device))/(1 if device.type == "cuda" else world()[1]) # processes on a CPU share it
+    sample, share = sample_steps(steps, global_batch), global_batch//setup.processes
+    peak = largest_piece(sample, -(-global_batch//setup.processes), budget, checkpointing and setup.stage == "stage2")
+    steps.step.largest = peak # what `halving` halves if memory runs out here or in the first step
+    free = free_memory(str(device))/(1 if device.type == "cuda" else setup.processes) # processes on a CPU share it
     room = free + held_memory(device)
     size = expected_memory(config, setup, peak, checkpointing, device)
     most = max(1, min(share, int(budget*sample.pairs/sum(sample.lengths))))

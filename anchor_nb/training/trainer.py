@@ -22,7 +22,7 @@ from ..data.prompts import Formatter, pooling_tokens, save_layout
 from ..data.tables import find_sources
 from ..losses.infonce import Embedding
 from ..losses.objectives import Objectives, make_objectives
-from ..losses.simcse import set_attention_dropout
+from ..losses.simcse import drop_nothing, set_attention_dropout
 from ..models.attention import on_gpu, wants_autocast
 from ..models.backbone import (add_lora, compile_layers, is_checkpointed, load_backbone, merge_adapters,
                                        tensors_only)
@@ -50,6 +50,7 @@ def build_model(resolved: Resolved, checkpoint: Path | None = None,
     lm = load_backbone(source, resolved.attention, resolved.precision, checkpointing, how.bidirectional,
                        vocabulary=len(formatter.tokenizer) if added else 0)
     if how.compile: compile_layers(lm)
+    drop_nothing(lm)
     if dropout := getattr(resolved.rules, "attention_dropout", 0.0): set_attention_dropout(lm, dropout)
     if how.lora_rank: lm = with_adapter(lm, how, checkpoint, added)
     if resolved.stage == "stage2": return Embedding(lm, how.pooling)
@@ -274,19 +275,22 @@ def forecast_lines(recipe: Training) -> list: # of lines
         find_sources(recipe.data)
         if not is_here(recipe.model): return [f"no forecast: {recipe.model} is not on this machine yet"]
         inputs = check_inputs(recipe)
+        inputs.compute_in(inputs.begun.get("precision", "auto"))
+        if inputs.precision == "auto": inputs.compute_in(auto_precision(inputs.config)[0])
+        asked, gpus = inputs.recipe, torch.cuda.device_count() if on_gpu() else 0
+        device, processes = torch.device("cuda" if gpus else "cpu"), asked.processes or max(1, gpus)
+        plan = planned(inputs, str(device), processes)
     except (OSError, ValueError) as error: return [f"no forecast: {str(error).splitlines()[0]}"]
-    inputs.compute_in(inputs.begun.get("precision", "auto"))
-    if inputs.precision == "auto": inputs.compute_in(auto_precision(inputs.config)[0])
-    device, asked = torch.device("cuda" if on_gpu() else "cpu"), inputs.recipe
-    plan = planned(inputs, str(device))
+    if inputs.module.sharding == "fsdp2" and processes > 1:
+        return [plan.why, f"no forecast: sharding=fsdp2 spreads the model over {processes} processes, and this is one"]
     step = (ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep)(inputs.rules, inputs.formatter,
                                                                                  plan.micro_tokens)
     announce("loading", inputs.name)
     module = build_model(inputs, None, plan.gradient_checkpointing).to(device)
     steps = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, asked.steps)
-    expected = foresee(inputs, module, steps, device)
-    gpus = (asked.processes or torch.cuda.device_count()) if on_gpu() else 1 # processes on a CPU share its cores
-    expected = replace(expected, step_seconds=expected.step_seconds/gpus)
+    expected = foresee(inputs, module, steps, device, processes)
+    # processes on a CPU share its cores
+    if gpus: expected = replace(expected, step_seconds=expected.step_seconds/processes)
     return [str(expected), *shorter_commands(recipe, asked, expected)]
 
 # %% ../../nbs/training/09_trainer.ipynb #1b59b9b9
@@ -358,7 +362,7 @@ def train(recipe: Training) -> dict[str, Any]:
         FileNotFoundError: a model or data that is not there.
     """
     inputs = Inputs(recipe)
-    if inputs.why and world()[0] == 0: print(inputs.why, flush=True)
+    if inputs.why and int(os.environ.get("RANK", 0)) == 0: print(inputs.why, flush=True)
     inputs.compute_in(inputs.begun.get("precision", "auto"))
     out, record = inputs.out, Record(inputs)
     check_same_run(out, record)
@@ -376,7 +380,8 @@ def train(recipe: Training) -> dict[str, Any]:
         checkpoint = of_first_rank(newest_checkpoint(out) if first else None)
         announce("loading", inputs.name)
         trainer = AnchorTrainer(inputs, args, save, checkpoint)
-        expected = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
+        with halving(out, trainer.step):
+            expected = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
         if first: print(expected, *shorter_commands(inputs.asked, inputs.recipe, expected), sep="\n", flush=True)
         seconds = run_trainer(trainer, checkpoint, inputs.stage.capitalize())
         return finish(trainer, inputs, save, kept_forecast(expected, seconds))

@@ -314,6 +314,19 @@ def test_the_untrained_model_is_the_same_each_time_and_leaves_the_generator_alon
     assert not one.lm.get_input_embeddings().weight.equal(embedder.lm.get_input_embeddings().weight)
 
 
+@pytest.mark.parametrize("kind", ["distilbert", "modernbert", "mpnet"])
+def test_an_encoder_without_a_language_model_has_an_untrained_twin(kind):
+    from types import SimpleNamespace
+    from transformers import AutoConfig, AutoModel
+    sizes = dict(vocab_size=60, hidden_size=32, dim=32, intermediate_size=48, hidden_dim=48, num_hidden_layers=2,
+                 n_layers=2, num_attention_heads=4, n_heads=4, pad_token_id=0, cls_token_id=1, sep_token_id=2,
+                 bos_token_id=1, eos_token_id=2)
+    lm = AutoModel.from_config(AutoConfig.for_model(kind, **sizes))
+    fresh = states.untrained(SimpleNamespace(lm=lm, device=torch.device("cpu")), 0).lm
+    assert type(fresh) is type(lm) and not fresh.training
+    assert not fresh.get_input_embeddings().weight.equal(lm.get_input_embeddings().weight)
+
+
 def test_texts_that_do_not_differ_are_named(models):
     with pytest.raises(ValueError, match="no dimension varies over these rows; give texts that differ"):
         compare(*models[:2], ["the same text"]*20, Settings(**SMALL), cache=False)

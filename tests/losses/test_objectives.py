@@ -2,6 +2,8 @@
 import random
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from anchor_nb.models.attention import register_attention
 from anchor_nb.losses.llama2vec import Bags, Llara, bag_loss, padded
 from anchor_nb.core.distributed import world
+from anchor_nb.losses.carry import carried, in_words
 from anchor_nb.losses.causal_lm import LanguageModelling
 from anchor_nb.losses.mntp import MaskedPrediction, generator_of, mask_text
 from anchor_nb.losses.objectives import Objectives, prepare_all, run_objectives
-from anchor_nb.models.packing import cut_by_tokens
+from anchor_nb.models.packing import cut_by_tokens, pack
 from anchor_nb.data.prompts import Tokens
 from anchor_nb.core.distributed import all_reduce
-from anchor_nb.losses.reconstruction import Anchor
+from anchor_nb.losses.reconstruction import Anchor, head_loss
 from anchor_nb.losses.simcse import SimCSE, set_attention_dropout
 
 VOCABULARY, EOS, MASK = 60, 1, 9
@@ -213,3 +216,32 @@ def test_an_untied_head_is_frozen_where_nothing_applies_it():
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         module = Objectives(model, make(names, [1.0, 1.0], 1))
         assert module.lm.lm_head.weight.requires_grad == trained
+        module("simcse", pack([[3, 4, 5]])).sum().backward() # as in the steps before `anchor_after`
+        assert not trained or module.lm.lm_head.weight.grad.eq(0).all()
+
+
+@torch.no_grad()
+def test_losses_are_the_same_bits_where_no_gradient_is_wanted():
+    "And none is computed: a measurement of the anchors would pay three times as much."
+    random = torch.Generator().manual_seed(0)
+    hidden, weight, scale = [torch.randn(size, generator=random) for size in ((9, 8), (VOCABULARY, 8), (9,))]
+    given = torch.nn.Parameter(hidden), torch.nn.Parameter(weight), torch.arange(9), scale, 4
+    with torch.enable_grad(): wanted = head_loss(*given)
+    with mock.patch.object(torch, "zeros_like", side_effect=AssertionError), \
+         mock.patch.object(torch, "mm", side_effect=AssertionError): found = head_loss(*given)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted)) and not found[0].requires_grad
+
+
+@pytest.mark.parametrize("count, among", [(5, 5), (16, 16), (17, 17), (18, 16), (40, 16)])
+def test_anchors_are_recognised_in_groups_of_one_size(count, among):
+    "A last group of two would be recognised by chance in half of the cases."
+    def run(group, shifts):
+        losses = torch.ones(len(shifts), 1, len(group))
+        losses[0] = 2.0 if len(group) == among else 0.0
+        return losses
+    anchor = SimpleNamespace(pack=lambda group: group, directions=("q2d",))
+    found = carried(run, anchor, list(range(count)))
+    assert (found["q2d"].identified, found["q2d"].among) == (0, among)
+    assert f"for 0% of texts their own anchor is the best of {among} ({1/among:.0%} by chance)" in in_words(found)[0]
+    old = {name: value for name, value in found["q2d"]._asdict().items() if name != "among"}
+    assert "the best of 16 (6% by chance)" in in_words(dict(q2d=old))[0], "rows of earlier versions can be read"

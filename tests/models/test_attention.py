@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from anchor_nb.models.attention import register_attention
+from anchor_nb.models.attention import register_attention, wants_autocast
 from anchor_nb.models.backbone import (add_lora, check_attention, checkpoint_activations, load_backbone, run_packed,
                                        trunk_of, what_it_sees)
 from anchor_nb.models.resolve import resolve_model
@@ -216,3 +216,26 @@ def test_added_tokens_train_under_an_adapter():
     moved = (merged.get_input_embeddings().weight - before).abs().amax(1) > 0
     assert moved.nonzero().flatten().tolist() == sorted(ids)
     torch.testing.assert_close(run_packed(merged.base_model, packed).detach(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("configured, asked, told", [(True, None, True), (False, None, False), (False, True, True)])
+def test_transformers_own_kernels_are_told_whether_to_look_ahead(configured, asked, told, monkeypatch):
+    "Layers of Llama say `is_causal`, whatever the configuration says."
+    seen = []
+    def spy(module, query, *_, is_causal=None, **__):
+        seen.append(is_causal)
+        return query.transpose(1, 2), None
+    monkeypatch.setitem(AttentionInterface._global_mapping, "spy", spy) # as FlashAttention is registered
+    run_packed(model_of("llama", configured, "spy").base_model, pack([[3, 4], [5]]), causal=asked)
+    assert seen == [told]*SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("generation, autocast", [(7, False), (8, True)])
+def test_a_gpu_that_only_emulates_bf16_is_given_fp32(generation, autocast, monkeypatch):
+    from types import SimpleNamespace
+    from anchor_nb.training.precision import auto_precision
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    for name, value in dict(is_available=True, current_device=0, _check_bf16_tensor_supported=True,
+                            get_device_properties=SimpleNamespace(major=generation)).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert wants_autocast() is autocast and auto_precision(None)[0] == ("bf16" if autocast else "fp32")

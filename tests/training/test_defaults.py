@@ -12,7 +12,6 @@ from anchor_nb.core.settings import as_dict
 from anchor_nb.experiments.pipeline import full_preset
 from anchor_nb.experiments.stages import check_out, checked, declared, stage_notebook
 from anchor_nb.runs.manifest import start_run
-from anchor_nb.models import attention
 from anchor_nb.training import defaults
 from anchor_nb.training.inputs import check_inputs
 from anchor_nb.training.trainer import train
@@ -66,9 +65,14 @@ def test_what_training_runs_is_what_was_decided_and_a_resumed_run_keeps_it(tmp_p
 def test_the_machine_decides_between_the_two_presets(tmp_path, monkeypatch):
     cases = [(True, 10**6, "paper", 512), (True, 300, "laptop", 96), (False, 10**6, "laptop", 96)]
     for gpu, rows, name, length in cases:
-        monkeypatch.setattr(attention, "on_gpu", lambda: gpu)
+        monkeypatch.setattr(defaults, "usable_gpus", lambda: int(gpu))
         decided, why = defaults.decide(open_recipe("stage1", tmp_path), [rows], lambda most: [20]*9 + [90])
         assert (decided.preset, why.split()[1]) == (name, name) and decided.max_length == length
+
+
+def test_looking_for_a_gpu_leaves_cuda_asleep_so_that_ranks_can_be_forked(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("asked the driver"))
+    assert defaults.preset_of(open_recipe("stage1", tmp_path), 10**6)[0] in ("laptop", "paper")
 
 
 def test_the_same_command_finds_the_run_that_the_preset_decided(tmp_path):

@@ -82,8 +82,7 @@ def test_a_plan_fits_and_never_recomputes_twice(shape, setup, work, gigabytes):
                                                            or "a smaller model" in str(error))
         return
     assert plan.peak_bytes <= USABLE*gigabytes*GB and plan.seconds > 0
-    assert not (plan.gradcache and plan.gradient_checkpointing)
-    assert plan.gradcache == (setup.stage == "stage2" and plan.pieces > 1)
+    assert not (setup.stage == "stage2" and plan.pieces > 1 and plan.gradient_checkpointing)
     assert plan.pieces*plan.micro_tokens >= sum(work.lengths(setup.stage))
 
 

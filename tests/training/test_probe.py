@@ -1,6 +1,7 @@
 "The forecast before the first step: it changes nothing, it is near the truth, and it says what makes a run short."
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -104,3 +105,27 @@ def test_memory_that_runs_out_in_the_probe_does_not_end_the_run(tmp_path, monkey
     monkeypatch.setattr(probe, "step_seconds", full)
     assert trainer.train(recipe(Stage1, tmp_path/"run", steps=4))["steps"] == 4
     assert "time unknown, since the probe ran out of memory" in capsys.readouterr().out
+
+
+def test_memory_that_runs_out_in_the_probe_of_one_rank_ends_all_with_a_smaller_budget(tmp_path, monkeypatch):
+    "The others wait for it in the same exchange, so it must not go on alone."
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+    monkeypatch.setattr(probe, "step_seconds", full)
+    monkeypatch.setattr(probe, "world", lambda: (0, 2))
+    with pytest.raises(torch.OutOfMemoryError, match="it resumes with"):
+        trainer.train(recipe(Stage1, tmp_path/"run", steps=4))
+    kept = json.loads((tmp_path/"run"/"micro_tokens.json").read_text())
+    assert kept["micro_tokens"] == kept["before"]//2 <= 150
+
+
+def test_a_dry_run_foresees_the_processes_that_are_asked_for(tmp_path, monkeypatch):
+    asked, seen = recipe(Stage1, tmp_path/"run", processes=4), []
+    monkeypatch.setattr(trainer, "planned", lambda *given, real=trainer.planned: seen.append(given[2]) or real(*given))
+    monkeypatch.setattr(trainer, "forecast", lambda *given: seen.append(given[3].processes) or
+                        probe.Forecast(10, 1.0, 1.0, 0, 1.0))
+    assert trainer.forecast_lines(asked)[0].startswith("forecast: about 10 s") and seen == [4, 4]
+    sharded = trainer.forecast_lines(replace(asked, sharding="fsdp2"))
+    assert sharded[0].startswith("stage1: ") and "no forecast: sharding=fsdp2 spreads the model over 4" in sharded[1]
+    monkeypatch.setattr("anchor_nb.training.memory.free_memory", lambda device: 1e6)
+    assert "no forecast: stage1 does not fit" in trainer.forecast_lines(replace(asked, micro_tokens=0))[0]

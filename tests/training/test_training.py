@@ -1,6 +1,7 @@
 "Invariants of a training run: ranks, micro-batches, kills and time leave its trajectory alone."
 import json
 import random
+import shutil
 import signal
 from dataclasses import replace
 from importlib.util import find_spec
@@ -88,6 +89,43 @@ def test_one_process_uses_one_gpu(tmp_path, monkeypatch):
     from anchor_nb.training.trainer import training_arguments
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 8)))
     assert training_arguments(recipe(Stage1, tmp_path)).n_gpu <= 1
+
+
+def test_an_encoder_is_tuned_on_one_gpu_with_the_batch_that_was_asked_for(monkeypatch):
+    import sentence_transformers
+    from types import SimpleNamespace
+    from transformers import TrainingArguments
+    from anchor_nb.training.encoders import fit
+    class Trainer:
+        def __init__(self, encoder, settings, **_):
+            seen.append((settings.n_gpu, settings.train_batch_size))
+            self.state = SimpleNamespace(log_history=[])
+        def remove_callback(self, _): pass
+        def train(self): pass
+    def eight_gpus(settings, real=TrainingArguments.__post_init__):
+        real(settings)
+        settings._n_gpu = 8
+    seen, encoder = [], SimpleNamespace(model_card_data=SimpleNamespace(), device=torch.device("cpu"))
+    monkeypatch.setattr(TrainingArguments, "__post_init__", eight_gpus)
+    monkeypatch.setattr(sentence_transformers, "SentenceTransformerTrainer", Trainer)
+    fit(encoder, [dict(query="a", positives=["b"], negatives=[])]*40, None, 1e-4, 1, 32, 0)
+    assert seen == [(1, 32)]
+
+
+def test_a_models_own_dropout_is_off_unless_the_recipe_asks_for_some(tmp_path):
+    "Noise depends on micro-batches, and kernels that cannot drop weights would refuse the model."
+    from anchor_nb.losses.simcse import is_noisy
+    from anchor_nb.models.resolve import resolve_model
+    from anchor_nb.training.trainer import build_model, check_inputs
+    shutil.copytree(resolve_model("tiny"), model := tmp_path/"model")
+    config = json.loads((model/"config.json").read_text())
+    (model/"config.json").write_text(json.dumps(config | dict(attention_dropout=0.1)))
+    for asked in (0.0, 0.3):
+        inputs = check_inputs(recipe(Stage1, tmp_path/"run", model=str(model), attention_dropout=asked))
+        layers = build_model(inputs).lm.model.layers
+        assert [layer.self_attn.attention_dropout for layer in layers] == [asked]*len(layers)
+    adapted = build_model(check_inputs(recipe(Stage2, tmp_path/"run", model=str(model), lora_dropout=0.1)))
+    assert is_noisy(adapted.lm) and not any(getattr(module, "attention_dropout", 0) for module in adapted.modules())
 
 
 @pytest.mark.parametrize("name", STAGES)
