@@ -18,7 +18,6 @@ from ..models.packing import cut_by_tokens
 from ..models.attention import attention_inputs, has_bf16, is_causal, on_gpu
 from ..models.backbone import trunk_of
 from ..models.pooling import pack_texts, pool_states
-
 from ..models.embedder import AnchorEmbedder
 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #7b14a1d2
