@@ -29,7 +29,7 @@ from ..core.recipe import RECIPES
 from ..core.settings import ALIASES, GROUPS, default, grouped, grouped_yaml, nearest
 from ..core.presets import methods, presets
 from ..experiments.torchrun import read_pairs, read_parameter_file
-from ..experiments.stages import checked, declared, placed, stage_notebook
+from ..experiments.stages import checked, declared, stage_notebook
 from ..runs.ledger import read_json
 
 # %% ../../nbs/cli/00_app.ipynb #91c5d48f
@@ -355,7 +355,7 @@ def spelled_out(stage: str, values: dict) -> tuple: # (all parameters, the same 
 
 def folder_of(stage: str, values: dict) -> Path:
     "Where a stage with these parameters leaves what it makes."
-    return placed(stage_notebook(stage), checked(stage_notebook(stage), values))
+    return Path(values.get("out") or RECIPES[stage].out).expanduser()
 
 def show(stage: str, values: dict):
     "Print the parameters a stage would run with."

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/cli/05_models.ipynb #105313bf
+from pathlib import Path
+
 import typer
 
 from anchor_nb.core.settings import KINDS, from_yaml
