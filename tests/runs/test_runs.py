@@ -19,7 +19,6 @@ from nbformat.v4 import new_code_cell, new_notebook
 import warm
 from common import toy_pairs
 from anchor_nb.runs import ledger as ledgers
-from anchor_nb.runs import identity
 from anchor_nb.experiments import stages as stage_runs
 from anchor_nb.core.redaction import without_secrets
 from anchor_nb.core import errors
