@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from transformers import AutoModel
+from transformers import AutoModelForCausalLM
 
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.corpora import build_corpus
@@ -79,10 +79,10 @@ def test_memory_of_one_process_is_not_that_of_another():
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-3b", "llama-3.1-8b"])
-def test_encoding_is_planned_without_the_head(name):
-    with torch.device("meta"): trunk = AutoModel.from_config(llama_config(SHAPES[name]))
+def test_encoding_is_planned_with_the_head_that_an_embedder_loads(name):
+    with torch.device("meta"): loaded = AutoModelForCausalLM.from_config(llama_config(SHAPES[name]))
     weights = memory_of(SHAPES[name], Setup("encode", "pure_bf16"), 1)["weights"]
-    assert weights == 2*sum(p.numel() for p in trunk.parameters())
+    assert weights == 2*sum(p.numel() for p in loaded.parameters())
 
 
 def test_the_time_of_a_kernel_counts_once():
