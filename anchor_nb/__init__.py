@@ -13,8 +13,8 @@ if TYPE_CHECKING: # editors and type checkers read these; a test holds them equa
     from .runs.launch import launch
     from .training.trainer import train
 
-__all__ = ["AnchorEmbedder", "Index", "train", "Stage1", "Stage2", "load_pairs", "launch", "run_stage",
-           "Adapt", "adapt"]
+__all__ = ["AnchorEmbedder", "Index", "train", "Stage1", "Stage2", "load_pairs", "launch", "run_stage", "Adapt",
+           "adapt"]
 _HOMES = dict(AnchorEmbedder="models.embedder", Index="inference.search", train="training.trainer",
               Stage1="core.recipe", Stage2="core.recipe", load_pairs="data.rows", launch="runs.launch",
               run_stage="experiments.stages", Adapt="core.recipe", adapt="release.adapt")

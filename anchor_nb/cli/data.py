@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/cli/04_data.ipynb #8e18baa0
 import math
 import os
-from pathlib import Path
 
 import typer
 

@@ -220,7 +220,6 @@ def similarity_of(candidate: Candidate) -> dict: # empty where the checkpoint no
 
 def number_type(devices: list = ()) -> str:
     "The dtype our embedders compute in on these devices, as `AnchorEmbedder.from_pretrained` decides it."
-    import torch
     from anchor_nb.models.attention import has_bf16, on_gpu
     gpu = "cuda" in devices[0] if devices else on_gpu()
     return "bfloat16" if gpu and has_bf16() else "float32"

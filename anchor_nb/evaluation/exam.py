@@ -9,7 +9,6 @@ __all__ = ['WEIGHTS', 'Remembering', 'opened', 'beside_words', 'sit_exam', 'verd
 import heapq, math, tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 import numpy as np
 from ..data.retrieval_sets import Retrieval, as_task
 from .encoders import Candidate, Encoder, load, meta

@@ -78,7 +78,7 @@ def checked(notebook: Path,   # a stage notebook
             near = difflib.get_close_matches(name, known, 1) or [", ".join(known)]
             raise ValueError(f"{Path(notebook).stem} has no parameter {name!r}; did you mean {near[0]}?")
     values = {name: coerce(name, value, known[name][0]) for name, value in parameters.items()}
-    if str(values.get("out", "")).startswith("~"): values["out"] = str(Path(values["out"]).expanduser())
+    if "out" in values: values["out"] = os.path.expanduser(values["out"])
     if recipe: recipe(**{**{name: value for name, (_, value) in known.items()}, **values})
     return values
 

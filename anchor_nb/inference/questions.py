@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
-import numpy as np
 import torch
 from ..core.progress import announce
 from ..data.deduplication import plain

@@ -434,8 +434,7 @@ def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", 
                      **options) -> dict:  # options of `export.export`; its result, with card and checked
     "Export a model and write its card as README.md."
     from anchor_nb.release import export
-    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences,
-                 label=label)
+    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences, label=label)
     gather(str(model), **details)
     facts = export.export(str(model), str(out), **options)
     card = write_text(Path(out)/"README.md", model_card(model, out=out, **details))

@@ -325,7 +325,6 @@ def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str
         processes: how many on this machine; 0: one for each GPU. A single one runs here, without a new process.
         run_dir: failed ranks leave notes in its subfolder `launch`; with several nodes, a folder that all share.
 
-
     Returns:
         What rank 0 returned; on another node than the first, what its first rank returned.
 

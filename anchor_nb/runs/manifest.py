@@ -13,7 +13,6 @@ from pathlib import Path
 from .identity import engine_of, inputs_beside, inputs_of, recipe_sha256, settings_of
 from .ledger import read_json, write_json
 from .provenance import code_version, gpu_names, library_versions, machine, peak_gpu_memory, peak_memory
-from ..core.recipe import RECIPES
 from ..core.settings import as_dict, default
 from ..core.progress import running_shell
 from ..core.redaction import hide, secret_values, without_secrets

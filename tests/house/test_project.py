@@ -197,8 +197,7 @@ def code_of(path) -> dict:
     return {f" cell {number}": source(cell) for number, cell in enumerate(cells(path)) if cell["cell_type"] == "code"}
 
 
-def too_wide(text) -> list: # but for `__all__`, which nbdev wraps
-    text = re.sub(r"^__all__ = \[.*?\]$", "", text, flags=re.M | re.S)
+def too_wide(text) -> list:
     return [line for line in text.splitlines() if len(line) > 120]
 
 
