@@ -137,7 +137,7 @@ def new_folder(target: Path, # the folder to create or replace
               ):             # yields the hidden folder to write into
     "A folder that appears as `target` when the block succeeds, and not at all when it raises."
     target = Path(target).resolve() # the folder behind a link, which stays
-    if target.is_mount() or target in (Path.cwd(), *Path.cwd().parents):
+    if os.path.ismount(target) or target in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"{target} cannot be replaced, since it is a mount point or holds the current folder; name a "
                          "folder in it")
     with scratch(target.parent, target.name) as place:
