@@ -13,8 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..data import corpora, packages as sources
-from ..data.corpora import (CORPORA, LABELLED, distinct, is_built, overlap, publish, shingles, source_of,
-                                    write_notice, write_rows)
+from ..data.corpora import (CORPORA, LABELLED, distinct, is_built, normalise, publish, source_of, write_notice,
+                                    write_rows)
+from ..data.deduplication import near_texts
 from ..data.packages import Item, cache_dir, fetch_package
 from ..data.retrieval_sets import (Retrieval, as_task, classification_task, clustering_task, draw, pair_task,
                                            sts_task)
@@ -24,21 +25,10 @@ from ..data.tables import table_rows
 def leaks(test: list[str],        # texts of an evaluation
           train: list[str],       # texts that a model may have been trained on
           threshold: float = 0.5, # overlap from which two texts are the same
-         ) -> list[tuple]:        # (position in test, training text, overlap), the closest for each
+         ) -> list[int]:          # positions in test
     "Test texts with a near-duplicate among the training texts."
-    tests, trains = [shingles(text) for text in test], [shingles(text) for text in train]
-    common = Counter(run for runs in tests + trains for run in runs)
-    def rarest(runs):
-        count = len(runs) - math.ceil(threshold * len(runs) - 1e-9) + 1
-        return sorted(runs, key=lambda run: (common[run], run))[:count]
-    index, near = defaultdict(set), []
-    for m, runs in enumerate(trains):
-        for run in rarest(runs): index[run].add(m)
-    for n, runs in enumerate(tests):
-        nearby = {m for run in rarest(runs) for m in index.get(run, ())}
-        closest, m = max(((overlap(runs, trains[m]), -m) for m in nearby), default=(0, 0))
-        if closest >= threshold: near.append((n, train[-m], closest))
-    return near
+    first, texts = len(train), [normalise(text) for text in (*train, *test)]
+    return sorted({b - first for a, b in near_texts(texts, threshold) if a < first <= b})
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #f1d14a6a
 def read_archive(name: str) -> tuple:  # a corpus or a labelled set -> its record and its archive (none for the toy)
@@ -55,7 +45,7 @@ def sides(name: str) -> tuple[list[Item], list[Item]]:  # one of CORPORA -> trai
     train, _, documents = corpora.split(corpora.clean(corpus.read(archive), corpus), corpus)
     asked = [n for n, item in enumerate(documents) if item.query]
     known = leaks([documents[n].query for n in asked], [item.query for item in train if item.query], corpus.threshold)
-    for n, *_ in known: documents[asked[n]] = documents[asked[n]]._replace(query="")
+    for n in known: documents[asked[n]] = documents[asked[n]]._replace(query="")
     return train, documents
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #055c5fe2
@@ -145,7 +135,7 @@ def balanced(rows: list[dict], label: str, per_label: int) -> list[dict]:
 def label_parts(train: list[dict], test: list[dict], pool: int, per_label: int, threshold: float = 0.5) -> dict:
     "Pool and test rows of text and label, no test text nearly in the pool or twice."
     pool = balanced(train, "label", pool)
-    known = {n for n, *_ in leaks([row["text"] for row in test], [row["text"] for row in pool], threshold)}
+    known = set(leaks([row["text"] for row in test], [row["text"] for row in pool], threshold))
     kept = [test[n] for n in distinct([row["text"] for row in test], threshold) if n not in known]
     return {"train": pool, "test": balanced(kept, "label", per_label)}
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from anchor_nb.data import corpora
+from anchor_nb.data.deduplication import alike, word_runs
 from anchor_nb.data.packages import Item, sha256
 from common import files
 
@@ -97,9 +98,9 @@ WORDS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12).map(" ".join)
 def test_distinct(texts, threshold):
     "What is kept has no near-duplicates, and what is dropped has one among the kept before it."
     kept = corpora.distinct(texts, threshold)
-    sets = [corpora.shingles(text) for text in texts]
+    sets = [word_runs(corpora.normalise(text)) for text in texts]
     for n in range(len(texts)):
-        near = [m for m in kept if m < n and corpora.overlap(sets[n], sets[m]) >= threshold]
+        near = [m for m in kept if m < n and alike(sets[n], sets[m]) >= threshold]
         assert (n in kept) == (not near)
 
 
