@@ -3,8 +3,7 @@
 `python data_engines.py make N` writes N rows of real text with planted near-duplicates whose truth is known, and
 `python data_engines.py run N ENGINE ...` measures each engine in a process of its own, or a data tool of the package
 as a whole: `dedup`, `table` and `stream` (rows as training reads them, from a local table and from an address),
-`mine_words` and `mine_vectors`. The rows are the pairs of the
-package's corpora, without those that repeat each other; where there are too few, three of them are joined to one. An
+`mine_words`, `mine_vectors`, `encode` and `filter`. The rows are the pairs of the package's corpora, without those that repeat each other; where there are too few, three of them are joined to one. An
 exact engine joins the rarest runs of words, as `anchor_nb.data.deduplication` does with DuckDB; datatrove has its own,
 approximate way (MinHash) and its own words.
 
@@ -365,7 +364,22 @@ def mine_vectors(address: str, work: Path, threads: int) -> dict:
     return mine_words(address, work, threads, model="tiny", search="approximate")
 
 
-TOOLS = dict(dedup=dedup, table=table, stream=stream, mine_words=mine_words, mine_vectors=mine_vectors)
+def encode(address: str, work: Path, threads: int) -> dict:
+    from anchor_nb.inference.corpus_encoding import encode_corpus
+    facts = encode_corpus(address, "tiny", str(work/"vectors"), field="positive", max_length=64)
+    return {name: facts[name] for name in ("shards", "bytes")}
+
+
+def filter(address: str, work: Path, threads: int) -> dict:
+    "Query and positive of each row scored and written with their scores; the rows have no negatives."
+    from anchor_nb.inference.filtering import filter_pairs
+    facts = next(iter(filter_pairs(address, str(work/"left"), model="tiny", instructions="none",
+                                   max_length=64).values()))
+    return dict(written=facts["written"])
+
+
+TOOLS = dict(dedup=dedup, table=table, stream=stream, mine_words=mine_words, mine_vectors=mine_vectors, encode=encode,
+             filter=filter)
 
 
 # ---- measuring ----
