@@ -6,11 +6,12 @@
 __all__ = ['describe']
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #7f030c04
-import difflib, json, math, re
+import difflib, json, re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+import numpy as np
 
 from ..data import corpora, packages as sources
 from ..data.corpora import (CORPORA, LABELLED, distinct, is_built, normalise, publish, source_of, write_notice,
@@ -62,16 +63,11 @@ def retrieval_parts(items: list[Item],  # documents; those with a query may be a
 # %% ../../nbs/evaluation/01_local_suite.ipynb #3fa69795
 def bm25_order(query: str, texts: list[str]) -> list[int]:
     "Positions of texts, the best match for the query's words first."
-    bags = [Counter(corpora.normalise(text).split()) for text in texts]
-    mean = sum(bag.total() for bag in bags) / len(bags)
-    def weight(word):
-        holding = sum(word in bag for bag in bags)
-        return math.log(1 + (len(bags) - holding + 0.5) / (holding + 0.5))
-    weights = {word: weight(word) for word in sorted(set(corpora.normalise(query).split()))}
-    def match(bag):
-        return sum(w * bag[word] * 2.2 / (bag[word] + 1.2 * (0.25 + 0.75 * bag.total() / mean))
-                   for word, w in weights.items())
-    return sorted(range(len(texts)), key=lambda n: (-round(match(bags[n]), 9), n))
+    import bm25s
+    index, words = bm25s.BM25(k1=1.2, b=0.75), sorted(set(normalise(query).split()))
+    index.index([normalise(text).split() for text in texts], show_progress=False)
+    scores = index.get_scores(words) if words else np.zeros(len(texts))
+    return np.argsort(-scores, kind="stable").tolist()
 
 
 def reranking_parts(items: list[Item], queries: int, negatives: int) -> dict:

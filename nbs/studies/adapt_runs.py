@@ -6,6 +6,7 @@
     python nbs/studies/adapt_runs.py kinds debian                        # which made queries to learn from
     python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
+    python nbs/studies/adapt_runs.py again debian warmed 1 2             # and after the definitions, or `taught` by MiniLM
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
     python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside MiniLM
     python nbs/studies/adapt_runs.py averages                            # weights of before and after training
@@ -270,6 +271,60 @@ def seeds(name, precision, *numbers):
         print(row, flush=True)
 
 
+def warm(steps=400):
+    "SmolLM2 after stage II on the definitions, with a batch of 16: a base."
+    from anchor_nb import Stage2, train
+    out = Path("runs/adapt/warm")
+    if not (out/"model").is_dir():
+        train(Stage2(model="smollm2-135m", data=str(build_corpus("wordnet")/"pairs"), out=str(out), steps=steps,
+                     instructions="none", preset="laptop", max_length=64, save_steps=100))
+    return str(out/"model")
+
+
+def again(name, way, *numbers):
+    """The decoder of finished runs once more, in the same exams: `warmed`, from the definitions, or `taught`, with the
+    scores of the tuned MiniLM beside InfoNCE."""
+    from anchor_nb import Stage2, train
+    from anchor_nb.data.retrieval_sets import read_retrieval
+    from anchor_nb.data.rows import load_pairs
+    from anchor_nb.evaluation.encoders import Candidate
+    from anchor_nb.evaluation.exam import opened, score_one, verdict
+    from anchor_nb.inference.filtering import filter_pairs
+    from anchor_nb.release.adapt import BATCH, best_snapshot, decoder_step
+    for seed in map(int, numbers):
+        place = Path("runs/adapt")/name/f"adapted-own-{seed}"
+        facts = json.loads((place/"steps/train-smollm2-135m/step.json").read_text(encoding="utf-8"))["facts"]
+        pairs, steps = Path(facts["run"]).with_name("pairs"), facts["steps"]
+        dev, exam = (read_retrieval(place/"steps/split"/part) for part in ("dev", "exam"))
+        out, began = Path("runs/adapt")/f"{way}-{name}-{seed}", time.process_time()
+        if way == "warmed":
+            rows = [row for table in load_pairs(str(pairs)).values() for row in table]
+            made = decoder_step(Adapt(documents="-", out=str(out), seed=seed), warm(), rows, dev, out/"runs",
+                                dict(steps=steps, seeds=1), {})
+            model = out/made["model"]
+        else:
+            filter_pairs(str(pairs), str(out/"scored"), model=str(place/"steps/train-minilm/model"),
+                         instructions="none")
+            train(Stage2(model="smollm2-135m", data=str(out/"scored/pairs"), out=str(out/"run"), instructions="none",
+                         preset="laptop", steps=steps, seed=seed, save_steps=50, distillation="kl",
+                         snapshot_steps=facts["pairs"]//BATCH))
+            made = best_snapshot(str(out/"run"), dev, facts["precision"], {})
+            model = made["model"]
+        took = (time.process_time() - began)/60
+        sheet = json.loads((place/"steps/exam/step.json").read_text(encoding="utf-8"))["facts"]["systems"]
+        sheet[way] = score_one(opened(Candidate(way, str(model), precision=facts["precision"])), exam)
+        ends = ("difference", "low", "high")
+        row = dict(target=name, way=way, seed=seed, steps=steps, snapshots=made["snapshots"],
+                   exam={label: round(100*sheet[label]["score"], 2) for label in
+                         ("minilm", "minilm tuned", "smollm2-135m tuned", way)}, cpu_minutes=round(took, 1),
+                   **{f"on_{other}": {end: round(gain[end], 2) for end in ends}
+                      for other, label in (("decoder", "smollm2-135m tuned"), ("minilm_tuned", "minilm tuned"))
+                      for gain in [verdict(sheet, way, [label])]},
+                   command=" ".join(["python", *sys.argv]), code=code_version(), machine=machine())
+        with open("nbs/results/adapt/again.jsonl", "a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
+
 def negatives(name, rate=1e-4, epochs=3):
     "MiniLM on a target's pairs without negatives and with mined ones; scores of the exam, and of each epoch before it."
     from anchor_nb.data.retrieval_sets import read_retrieval
@@ -297,6 +352,7 @@ def negatives(name, rate=1e-4, epochs=3):
 
 if __name__ == "__main__":
     if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
+    elif sys.argv[1] == "again": again(*sys.argv[2:])
     elif sys.argv[1] == "halves": halves()
     elif sys.argv[1] == "fusion": fusion()
     elif sys.argv[1] == "averages": averages()
