@@ -3597,6 +3597,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'anchor_nb/training/encoders.py'),
                                              'anchor_nb.training.encoders.fit': ( 'training/encoders.html#fit',
                                                                                   'anchor_nb/training/encoders.py'),
+                                             'anchor_nb.training.encoders.loss_of': ( 'training/encoders.html#loss_of',
+                                                                                      'anchor_nb/training/encoders.py'),
                                              'anchor_nb.training.encoders.mix': ( 'training/encoders.html#mix',
                                                                                   'anchor_nb/training/encoders.py'),
                                              'anchor_nb.training.encoders.opened': ( 'training/encoders.html#opened',

@@ -42,7 +42,7 @@ from ..runs.identity import engine_of, files_content, model_content
 from ..runs.launch import launch
 from ..runs.ledger import read_json, write_json
 from ..runs.manifest import finish_run, read_manifest, start_run
-from ..training.encoders import SEARCHED, tune_encoder
+from ..training.encoders import MINI, SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
 MADE = 14 # raised when a step comes to make something else of the same inputs
@@ -704,7 +704,8 @@ def encoder_seconds(texts: list) -> float: # a pair
     return 2*3*(time.perf_counter() - began)/len(few) # a positive and a negative; forward and twice that backward
 
 MINER_SIZE = 10.6e6 # weights of MiniLM that every token uses
-ACTIVE = 1e6        # bytes of a token while MiniLM trains, of 3 texts for each of 32 pairs; from two runs on a CPU
+ACTIVE = 4e5        # bytes of a token while MiniLM trains on a CPU, of `MINI` texts; from two runs
+PROCESS = 9e8       # bytes without a model; from the same runs
 
 def encoder_size(base: str) -> int:
     "The weights of an encoder that every token uses."
@@ -751,7 +752,7 @@ def outlook(recipe: Adapt) -> list: # of lines
             share = encoder_size(base)/MINER_SIZE
             systems += 2*share # as it is and tuned
             lines.append(outlook_row(name, f"3 short runs, then {recipe.epochs} epochs at most", share*tuning,
-                                     share*(16*23e6 + ACTIVE*3*32*tokens)))
+                                     PROCESS + share*(16*23e6 + ACTIVE*MINI*tokens)))
             continue
         shape = find_shape(base)
         gain = cpu_gain(shape.hidden, shape.mlp) # decoders are scored in the faster precision

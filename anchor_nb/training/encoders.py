@@ -40,11 +40,22 @@ def opened(model: str, max_length: int):
     encoder.max_seq_length = min(max_length, encoder.max_seq_length or max_length)
     return encoder
 
+# %% ../../nbs/training/11_encoders.ipynb #ee28602a
+MINI = 8 # texts at a time on a CPU; ours
+
+def loss_of(encoder):
+    "InfoNCE over the other pairs' documents."
+    from sentence_transformers.sentence_transformer.losses import (CachedMultipleNegativesRankingLoss,
+                                                                   MultipleNegativesRankingLoss)
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    static = any(isinstance(module, StaticEmbedding) for module in encoder.modules()) # without a cached form
+    if static or encoder.device.type != "cpu": return MultipleNegativesRankingLoss(encoder)
+    return CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=MINI)
+
 # %% ../../nbs/training/11_encoders.ipynb #bcb55ed6
 def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: int) -> dict: # epoch -> score
     "Train in place; afterwards the encoder is as after the best of these epochs. Epoch 0 is the one before."
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
     from transformers import EarlyStoppingCallback, PrinterCallback
     encoder.model_card_data.set_widget_examples = lambda dataset: None # of a card that nobody writes
     scores = {0: judge(encoder)[SCORE] if judge else 0.0}
@@ -57,7 +68,7 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
             logging_strategy="no", dataloader_pin_memory=encoder.device.type == "cuda", **kept)
         settings._n_gpu = min(settings.n_gpu, 1) # or DataParallel would make the batch larger with each GPU
         trainer = SentenceTransformerTrainer(encoder, settings, train_dataset=as_triples(rows), evaluator=judge,
-                                             loss=MultipleNegativesRankingLoss(encoder),
+                                             loss=loss_of(encoder),
                                              callbacks=[EarlyStoppingCallback(1)] if judge else [])
         trainer.remove_callback(PrinterCallback)
         with without_bars(): trainer.train()
