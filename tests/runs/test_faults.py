@@ -2,6 +2,7 @@
 without faults ends."""
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -208,6 +209,15 @@ def test_a_signal_writes_a_last_checkpoint(number, settings, whole):
         train(settings)
     assert checkpoints(settings.out)[-1].name == "checkpoint-5"
     assert_goes_on(settings, whole, 6)
+
+
+def test_ctrl_c_is_answered_once_although_it_reaches_the_workers_too(tmp_path, capfd):
+    settings = recipe(Stage1, tmp_path/"run", steps=10, workers=2)
+    def to_all(trainer):
+        for worker in multiprocessing.active_children(): os.kill(worker.pid, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    with at_step(3, to_all), pytest.raises(Stopped, match="after step 3"): train(settings)
+    assert capfd.readouterr().err.count("SIGINT: stopping after this step") == 1
 
 
 def test_a_run_whose_anchors_carry_enough_has_ended(tmp_path, monkeypatch):
