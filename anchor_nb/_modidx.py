@@ -2660,6 +2660,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_nb/models/backbone.py'),
                                            'anchor_nb.models.backbone.model_class': ( 'models/backbone.html#model_class',
                                                                                       'anchor_nb/models/backbone.py'),
+                                           'anchor_nb.models.backbone.positions_of': ( 'models/backbone.html#positions_of',
+                                                                                       'anchor_nb/models/backbone.py'),
                                            'anchor_nb.models.backbone.run_packed': ( 'models/backbone.html#run_packed',
                                                                                      'anchor_nb/models/backbone.py'),
                                            'anchor_nb.models.backbone.set_causality': ( 'models/backbone.html#set_causality',

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from anchor_nb.models import resolve as resolving
 from anchor_nb.models.backbone import check_attention, load_backbone
@@ -191,6 +191,21 @@ def test_what_sentence_transformers_saves_today(tmp_path):
 def test_an_encoder_of_sentence_transformers():
     "BERT looks both ways by nature and has no language-model head."
     same(AnchorEmbedder.from_pretrained("minilm").encode(TEXTS), theirs(resolve_model("minilm")).encode(TEXTS))
+
+
+@pytest.mark.parametrize("family, tokens", [("xlm-roberta", 68), ("roberta", 68), ("bert", 70)])
+def test_positions_are_counted_as_the_family_does(tmp_path, family, tokens):
+    "RoBERTa and its kin, multilingual-e5 and bge-m3 among them, number a text's tokens from behind that of padding."
+    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True))
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model(
+        family, vocab_size=1000, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=70, pad_token_id=1, initializer_range=0.5)).save_pretrained(folder)
+    ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
+    same(ours.encode(TEXTS), peer.encode(TEXTS))
+    ours.max_seq_length = 100
+    with pytest.raises(ValueError, match=f"has {tokens} positions, and a text has 100 tokens; lower max_length"):
+        ours.encode(TEXTS)
 
 
 def test_an_adapter_of_sentence_transformers(tmp_path):
