@@ -2846,6 +2846,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'anchor_nb/models/loading.py'),
                                           'anchor_nb.models.loading.layout_of_tokenizer': ( 'models/loading.html#layout_of_tokenizer',
                                                                                             'anchor_nb/models/loading.py'),
+                                          'anchor_nb.models.loading.lower_case': ( 'models/loading.html#lower_case',
+                                                                                   'anchor_nb/models/loading.py'),
                                           'anchor_nb.models.loading.read_facts': ( 'models/loading.html#read_facts',
                                                                                    'anchor_nb/models/loading.py'),
                                           'anchor_nb.models.loading.read_gritlm': ( 'models/loading.html#read_gritlm',

@@ -104,6 +104,21 @@ def test_prompts_are_left_out_of_the_mean(tmp_path):
     assert abs(ours.encode_query(TEXTS) - ours.encode(TEXTS)).max() > 1e-3
 
 
+def test_capitals_and_lengths_are_those_of_sentence_transformers(tmp_path):
+    "A tokenizer that keeps capitals under do_lower_case, and no length but the positions of the model."
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"))
+    write(folder, sentence_bert_config=dict(do_lower_case=True))
+    config = Path(folder)/"tokenizer_config.json"
+    config.write_text(json.dumps({name: value for name, value in json.loads(config.read_text()).items()
+                                  if name != "model_max_length"}))
+    ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
+    assert ours.max_seq_length == peer.max_seq_length == 512
+    texts = ["A Cat SLEEPS in ÄRGER", "word "*600]
+    same(ours.encode(texts), peer.encode(texts), 1e-5)
+    ours.save_pretrained(tmp_path/"ours")
+    same(AnchorEmbedder.from_pretrained(tmp_path/"ours").encode(texts), ours.encode(texts))
+
+
 def test_a_default_prompt_and_vectors_of_any_length(tmp_path):
     folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=("Transformer", "Pooling"),
                        prompts={"all": "text: ", "query": "find: "})
@@ -507,6 +522,9 @@ def test_how_a_checkpoint_is_loaded_can_be_said_to_an_evaluation(tmp_path):
     (dict(modules=parts("Transformer", "Pooling", "Dense")), "has Dense, which is no part of an embedder here; use "
                                                              "library=sentence-transformers"),
     (dict(modules=parts("Transformer", "Pooling", "LayerNorm")), "has LayerNorm"),
+    (dict(modules=[dict(parts("Transformer")[0], path="0_BERT"), *parts("Transformer", "Pooling")[1:]]),
+     "has its weights in 0_BERT, as old versions wrote it; load it with sentence-transformers, save it again"),
+    ({"1_Pooling__config": dict(pooling_mode="cls", include_prompt=False)}, "cls without the prompt is not supported"),
     ({"1_Pooling__config": dict(pooling_mode_max_tokens=True)}, "pooling 'max_tokens' is none of cls, "),
     ({"1_Pooling__config": dict(pooling_mode=["mean", "lasttoken"])}, "pooling 'mean, lasttoken' is none of")])
 def test_a_part_that_we_have_not_is_named(tmp_path, change, message):
