@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from ..data.prompts import (LAYOUT_FILE, Formatter, Layout, chat_parts, fit_layout, load_formatter,
-                                    recipe_layout, resolve_layout)
+                                    recipe_layout, resolve_layout, stored_facts)
 from .resolve import base_of, find_model
 
 # %% ../../nbs/models/07_loading.ipynb #714239c8
@@ -32,7 +32,7 @@ def read_llm2vec(folder: Path, base: str, # the adapter's base, whose name decid
                  tokenizer, bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
     "How LLM2Vec would use a folder; ValueError when nothing says whether the model is causal."
     path = folder/"llm2vec_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = json_or_empty(path)
     mode = settings.get("pooling_mode", "mean")
     if mode not in LLM2VEC_POOLINGS:
         raise ValueError(f"{path}: pooling_mode={mode!r}; there are {', '.join(LLM2VEC_POOLINGS)}")
@@ -85,8 +85,10 @@ def st_modules(folder: Path) -> dict: # kind -> its folder
 
 # %% ../../nbs/models/07_loading.ipynb #913541f6
 def json_or_empty(path: Path) -> dict: # {} if there is no such file
-    "A JSON file that may be missing."
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    "A JSON file that may be missing; ValueError names one that is damaged."
+    try: return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy it again") from None
 
 # %% ../../nbs/models/07_loading.ipynb #934f9dd6
 def st_pooling(folder: Path, settings: dict) -> tuple: # (pooling, are prompts pooled?)
@@ -164,7 +166,7 @@ def read_facts(folder: str,         # model folder or hub id
     if kind in GRITLM: return read_gritlm(kind, tokenizer, bidirectional)
     if kind == "anchor_nb" and not (folder/LAYOUT_FILE).is_file():
         raise ValueError(f"{folder} has no {LAYOUT_FILE}, so it is not of kind=anchor_nb; leave kind out")
-    stored = json_or_empty(folder/LAYOUT_FILE) or dict(layout=asdict(resolve_layout(tokenizer)))
+    stored = stored_facts(folder) or dict(layout=asdict(resolve_layout(tokenizer)))
     return stored if bidirectional is None else dict(stored, bidirectional=bidirectional)
 
 # %% ../../nbs/models/07_loading.ipynb #5827ef78

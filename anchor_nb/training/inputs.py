@@ -17,6 +17,7 @@ from ..core.progress import announce
 from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
+from ..data.prompts import stored_facts
 from ..data.rows import Batch, Batches, Stream, examples, kept_out, load_pairs, strangers, undrawn
 from ..data.tables import RowTable, content_hash, find_sources
 from ..losses.contrastive import sizes_of
@@ -24,7 +25,7 @@ from ..losses.distillation import check_scale
 from ..models.attention import choose_attention, is_causal
 from ..models.backbone import check_causal
 from ..models.loading import LayoutSettings, training_formatter
-from ..models.resolve import start_of, stored_facts
+from ..models.resolve import start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
 from ..runs.identity import engine_of, inputs_beside, settings_of
 from .defaults import begun_with, decide, pair_lengths, settings_in
