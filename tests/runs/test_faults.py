@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,16 @@ def test_a_run_whose_anchors_carry_enough_has_ended(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="plug"): train(settings)
     assert [c.name for c in checkpoints(settings.out)] == ["checkpoint-2"]
     assert train(settings)["steps"] == 4
+
+
+def test_a_run_at_home_is_found_there_again(settings, whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    at_home = replace(settings, out="~/run")
+    with at_step(6, fail), pytest.raises(RuntimeError, match="plug"): launch(train, at_home, run_dir=at_home.out)
+    taken = []
+    with before_each_step(lambda trainer, step: taken.append(step)): train(at_home)
+    assert taken[0] == 5 and rows(settings.out) == rows(whole) and not Path("~").exists()
 
 
 def test_two_kills_at_random_moments(tmp_path):
