@@ -207,7 +207,8 @@ def merged_tensor(name: str, models: list, policy: dict, method: str, weights: l
         shares = [weight for _, weight in there]
         if len(there) < len(models): shares = rescaled(shares, name)
         rows = [tensor if stop is None else tensor[start:stop] for tensor, _ in there]
-        parts.append(mix(rows, shares, method).to(kept))
+        mixed = mix(rows, shares, method)
+        parts.append((mixed if kept.is_floating_point else mixed.round()).to(kept)) # numbers of positions, in BERT
     merged = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (merged.to(getattr(torch, dtype)) if dtype and merged.is_floating_point() else merged).contiguous()
 
