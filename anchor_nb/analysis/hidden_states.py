@@ -16,7 +16,7 @@ from ..core.settings import Recipe, setting
 from ..data.prompts import Formatter
 from ..models.packing import cut_by_tokens
 from ..models.attention import attention_inputs, has_bf16, is_causal, on_gpu
-from ..models.backbone import trunk_of
+from ..models.backbone import positions_of, trunk_of
 from ..models.pooling import pack_texts, pool_states
 from ..models.embedder import AnchorEmbedder
 
@@ -118,7 +118,7 @@ def all_states(reader: Reader, packed) -> Tensor: # [tokens, layers, width]
     "The states of a packed batch at the reader's layers."
     trunk = trunk_of(reader.embedder.lm)
     inputs = attention_inputs(trunk.config._attn_implementation, packed, causal=is_causal(trunk.config))
-    states = trunk(input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False,
+    states = trunk(input_ids=packed.ids[None], position_ids=positions_of(trunk, packed)[None], use_cache=False,
                    output_hidden_states=True, **inputs).hidden_states
     return torch.stack([states[layer][0] for layer in reader.layers], 1)
 

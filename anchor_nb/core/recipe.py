@@ -84,7 +84,8 @@ class Training(Recipe):
                                 group="first", bound=">=0")
     epochs: float = setting(0.0, "how often each example is seen, in place of steps; 0: by preset or steps",
                             "paper: none, but steps", how=True, group="first", bound=">=0")
-    seed: int = setting(42, "seed of the data order, the adapters and dropout", "authors' code: 42", group="first")
+    seed: int = setting(42, "seed of the data order, the adapters and dropout", "authors' code: 42", group="first",
+                        bound="[0,2**32)")
     columns: dict = setting({}, "columns to read fields from, such as {query: frage, positive: antwort}", "ours",
                             group="texts")
     ratios: dict = setting({}, "sampling weight of each dataset by name; 1 where none is given",
@@ -163,7 +164,7 @@ class Stage1(Training):
                            group="first", bound="[0,1]")
     lora_rank: int = setting(0, "rank of the adapters on all linear projections; 0: all parameters train",
                              "paper: all parameters", group="first", bound=">=0")
-    lora_alpha: int = setting(32, "scale of the adapters", "LLM2Vec: twice the rank", group="optimizer")
+    lora_alpha: int = setting(32, "scale of the adapters", "LLM2Vec: twice the rank", group="optimizer", bound=">0")
     lora_dropout: float = setting(0.0, "dropout in the adapters", "LLM2Vec: 0.05", group="optimizer", bound="[0,1)")
     decode_from: str = setting("content", "decoded from the anchor: content, or the sequence with its template",
                                "ours; the authors' code decodes the whole sequence", ("content", "sequence"),
@@ -245,7 +246,8 @@ class Stage2(Training):
                              bound=">=0")
     lora_rank: int = setting(16, "rank of the adapters on all linear projections; 0: all parameters train",
                              "paper: LoRA rank 16; gritlm-re: all parameters", group="first", bound=">=0")
-    lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank", group="optimizer")
+    lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank", group="optimizer",
+                              bound=">0")
     lora_dropout: float = setting(0.0, "dropout in the adapters; over 0, results depend on the micro-batches",
                                   "ours; 0.05 in the authors' script", group="optimizer", bound="[0,1)")
     few_shot: int = setting(0, "most examples shown before a query; 0: none", "bge-en-icl: 5", group="texts",
@@ -275,7 +277,8 @@ class Stage2(Training):
                                         group="distillation", bound=">=0")
     sigreg: float = setting(0.0, "weight of the regulariser that makes embeddings isotropic",
                             "paper: none; gritlm-re: 0.05, growing with the batch", group="isotropy", bound=">=0")
-    snapshot_steps: int = setting(0, "steps between kept adapters; 0: none", "figure 2: every 25", group="run")
+    snapshot_steps: int = setting(0, "steps between kept adapters; 0: none", "figure 2: every 25", group="run",
+                                  bound=">=0")
 
     def problems(self):
         sizes = self.matryoshka_dims
@@ -422,7 +425,7 @@ class Analyse(Recipe):
     texts: int = setting(2000, "texts compared, at random; 0: all", "HRSA: 2000", group="first", bound=">=0")
     quick: bool = setting(False, "200 texts, for a first look", "ours", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
-    seed: int = setting(0, "seed of texts, shuffles, splits and directions", "ours", group="first")
+    seed: int = setting(0, "seed of texts, shuffles, splits and directions", "ours", group="first", bound="[0,2**32)")
     again: str = setting("", "b trained again with another seed, as a yardstick; empty: none", "ours", reads="run")
     text_fields: list = setting([], "fields to read texts from; empty: query and positive, else text", "ours")
     label: str = setting("", "field with a text's class, for the linear probe; empty: none", "HRSA: label column")
@@ -466,7 +469,7 @@ class Adapt(Recipe):
     base: str = setting("auto", "auto: minilm, and smollm2-135m where time allows; or models, with commas between",
                         "ours: the exam decides", reads="model", group="first")
     minutes: float = setting(60.0, "time for training, on this machine and roughly", "ours", group="first", bound=">0")
-    seed: int = setting(0, "seed of the exam, the draws and the training", "ours", group="first")
+    seed: int = setting(0, "seed of the exam, the draws and the training", "ours", group="first", bound="[0,2**32)")
     exam_queries: int = setting(300, "queries of the exam, never trained on; at most a fourth of all",
                                 "ours: tells differences of about 6 points", bound=">0")
     dev_queries: int = setting(200, "queries that decide rates, epochs and the base; at most an eighth of all",

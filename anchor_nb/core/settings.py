@@ -23,6 +23,7 @@ READS = ("", "model", "run", "files", "instructions")
 BOUNDS = {">0": (lambda value: value > 0, "must be over 0"), ">=0": (lambda value: value >= 0, "must not be negative"),
           "(0,1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
           "[0,1)": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),
+          "[0,2**32)": (lambda value: 0 <= value < 2**32, "must lie between 0 and 2**32 - 1"),
           "[0,1]": (lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
           "[0,100]": (lambda value: 0 <= value <= 100, "must lie in [0, 100]")}
 

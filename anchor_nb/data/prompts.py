@@ -247,10 +247,21 @@ def save_layout(folder, layout: Layout, **facts) -> Path:
     return path
 
 # %% ../../nbs/data/04_prompts.ipynb #d9385af8
+def stored_facts(folder) -> dict: # what `save_layout` wrote; nothing for a plain language model
+    "What a checkpoint records about itself; ValueError for a damaged record, or one of another version."
+    path = Path(folder)/LAYOUT_FILE
+    if not path.is_file(): return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        Layout(**facts["layout"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); copy it again, or load it with the "
+                         "version of anchor_nb that wrote it") from None
+    return facts
+
 def load_layout(folder) -> Layout | None: # None for a plain language model
     "The layout stored with a checkpoint."
-    path = Path(folder)/LAYOUT_FILE
-    return Layout(**json.loads(path.read_text(encoding="utf-8"))["layout"]) if path.is_file() else None
+    return Layout(**facts["layout"]) if (facts := stored_facts(folder)) else None
 
 # %% ../../nbs/data/04_prompts.ipynb #34b0095d
 def load_formatter(folder: str,      # model folder or hub id

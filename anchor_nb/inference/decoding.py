@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from ..data.prompts import stored_facts
 from ..models.packing import cut_by_tokens, flat, pack
 from ..models.backbone import run_packed, trunk_of
 from ..models.pooling import pack_texts
 from ..models.inputs import as_texts, unboxed
 from ..models.embedder import AnchorEmbedder
-from ..models.resolve import find_model, stored_facts
+from ..models.resolve import find_model
 from ..losses.reconstruction import DecodeRules, decoded, vectors
 
 # %% ../../nbs/inference/05_decoding.ipynb #db959b5f

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from ..data.prompts import Formatter, fit_layout
-from .attention import has_bf16, on_gpu
+from .attention import choose_attention, has_bf16, on_gpu
 from .backbone import attach_adapter, compile_layers, load_backbone, run_packed, trunk_of
 from .engines import int8_linears, load_engine
 from .inputs import whole_number
@@ -101,7 +101,7 @@ class Pretrained(RoleEncoder):
         dtype = {"auto": "pure_bf16" if gpu and has_bf16() else "fp32",
                  "bf16": "pure_bf16", "int8": "fp32"}.get(precision, precision)
         # a GPU that is present but not requested must not decide
-        chosen = "packed_sdpa" if attention == "auto" and not gpu else attention
+        chosen = choose_attention(attention, dtype if gpu else "fp32")
         vocabulary = len(tokenizer) if use["layout"].pooling_tokens else 0
         lm = load_weights(sources[-1], attention=chosen, precision=dtype, head=False,
                           bidirectional=use["bidirectional"], vocabulary=vocabulary)

@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from ..data.prompts import (LAYOUT_FILE, Formatter, Layout, chat_parts, fit_layout, load_formatter,
-                                    recipe_layout, resolve_layout)
+                                    recipe_layout, resolve_layout, stored_facts)
 from .resolve import base_of, find_model
 
 # %% ../../nbs/models/07_loading.ipynb #714239c8
@@ -32,7 +32,7 @@ def read_llm2vec(folder: Path, base: str, # the adapter's base, whose name decid
                  tokenizer, bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
     "How LLM2Vec would use a folder; ValueError when nothing says whether the model is causal."
     path = folder/"llm2vec_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = json_or_empty(path)
     mode = settings.get("pooling_mode", "mean")
     if mode not in LLM2VEC_POOLINGS:
         raise ValueError(f"{path}: pooling_mode={mode!r}; there are {', '.join(LLM2VEC_POOLINGS)}")
@@ -75,6 +75,9 @@ def st_modules(folder: Path) -> dict: # kind -> its folder
     if not {"Transformer", "Pooling"} <= set(parts):
         raise ValueError(f"{folder}/modules.json is missing or names no Transformer and Pooling, so this is not a "
                          "folder of sentence-transformers; leave kind out, or name the kind that it is")
+    if parts["Transformer"] != folder:
+        raise ValueError(f"{folder} has its weights in {parts['Transformer'].name}, as old versions wrote it; load it "
+                         "with sentence-transformers, save it again, and name what was saved")
     if further := set(parts) - {"Transformer", "Pooling", "Normalize"}:
         raise ValueError(f"{folder}/modules.json has {', '.join(sorted(further))}, which is no part of an embedder "
                          "here; use library=sentence-transformers")
@@ -82,8 +85,10 @@ def st_modules(folder: Path) -> dict: # kind -> its folder
 
 # %% ../../nbs/models/07_loading.ipynb #913541f6
 def json_or_empty(path: Path) -> dict: # {} if there is no such file
-    "A JSON file that may be missing."
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    "A JSON file that may be missing; ValueError names one that is damaged."
+    try: return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy it again") from None
 
 # %% ../../nbs/models/07_loading.ipynb #934f9dd6
 def st_pooling(folder: Path, settings: dict) -> tuple: # (pooling, are prompts pooled?)
@@ -95,19 +100,28 @@ def st_pooling(folder: Path, settings: dict) -> tuple: # (pooling, are prompts p
     if mode not in ST_POOLINGS:
         raise ValueError(f"{folder}/config.json: pooling {mode!r} is none of {', '.join(ST_POOLINGS)}; use "
                          "library=sentence-transformers")
-    if not prompts and ST_POOLINGS[mode] == "weighted_mean":
-        raise ValueError(f"{folder}/config.json: weightedmean without the prompt is not supported; use "
+    if not prompts and ST_POOLINGS[mode] in ("weighted_mean", "first"):
+        raise ValueError(f"{folder}/config.json: {mode} without the prompt is not supported; use "
                          "library=sentence-transformers")
-    return ST_POOLINGS[mode], prompts or ST_POOLINGS[mode] in ("first", "eos")
+    return ST_POOLINGS[mode], prompts or ST_POOLINGS[mode] == "eos"
 
 # %% ../../nbs/models/07_loading.ipynb #90c44791
+def lower_case(tokenizer):
+    "Let a tokenizer that keeps capitals write small letters, as sentence-transformers does with do_lower_case."
+    from tokenizers.normalizers import Lowercase, Sequence
+    raw = tokenizer.backend_tokenizer
+    if raw.normalizer is None or "A" in raw.normalizer.normalize_str("A"):
+        raw.normalizer = Sequence([Lowercase(), *([raw.normalizer] if raw.normalizer else [])])
+
 def read_sentence_transformers(folder: Path, tokenizer,
                                bidirectional: bool | None = None) -> dict: # as in `anchor_nb.json`
     "How sentence-transformers would use a folder; whether attention is causal is in the model's configuration."
     parts, config = st_modules(folder), json_or_empty(folder/"config_sentence_transformers.json")
     pooling, prompts_count = st_pooling(parts["Pooling"], json_or_empty(parts["Pooling"]/"config.json"))
-    longest = (json_or_empty(parts["Transformer"]/"sentence_bert_config.json").get("max_seq_length")
-               or min(tokenizer.model_max_length, 2**20))
+    settings = json_or_empty(folder/"sentence_bert_config.json")
+    longest = settings.get("max_seq_length") or min(
+        tokenizer.model_max_length, json_or_empty(folder/"config.json").get("max_position_embeddings") or 2**20)
+    if settings.get("do_lower_case"): lower_case(tokenizer)
     layout = layout_of_tokenizer(tokenizer, instruction_format=WHOLE_BEGINNING, max_length=longest,
                                  pool_bos=not prompts_count)
     measure = config.get("similarity_fn_name") or "cosine"
@@ -152,7 +166,7 @@ def read_facts(folder: str,         # model folder or hub id
     if kind in GRITLM: return read_gritlm(kind, tokenizer, bidirectional)
     if kind == "anchor_nb" and not (folder/LAYOUT_FILE).is_file():
         raise ValueError(f"{folder} has no {LAYOUT_FILE}, so it is not of kind=anchor_nb; leave kind out")
-    stored = json_or_empty(folder/LAYOUT_FILE) or dict(layout=asdict(resolve_layout(tokenizer)))
+    stored = stored_facts(folder) or dict(layout=asdict(resolve_layout(tokenizer)))
     return stored if bidirectional is None else dict(stored, bidirectional=bidirectional)
 
 # %% ../../nbs/models/07_loading.ipynb #5827ef78
@@ -179,6 +193,7 @@ def tokenizer_and_facts(folders: list, kind: str = "", bidirectional: bool | Non
                                                                                              "tokenizer.json"))),
                   folders[-1])
     speaks = next((name for name in folders if kind_of(small[name]) != "plain"), folders[0])
+    if kind_of(small[speaks]) == "sentence-transformers": st_modules(small[speaks])
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     return tokenizer, read_facts(str(small[speaks]), tokenizer, kind, bidirectional, folders[-1])
 

@@ -15,13 +15,14 @@ from .. import __version__
 from ..core.files import keep_apart, new_folder, saving, write_text
 from ..core.progress import without_bars
 from ..data.corpora import training_instructions
-from ..data.prompts import Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout
+from ..data.prompts import (Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout,
+                                    stored_facts)
 from ..inference.search import SEARCH
 from ..models.attention import is_causal
 from ..models.backbone import has_head, trunk_of
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, json_or_empty, small_files
-from ..models.resolve import base_of, find_model, stored_facts
+from ..models.resolve import base_of, find_model
 
 # %% ../../nbs/release/00_export.ipynb #f6d0403e
 POOLING_MODES = {"eos": "lasttoken", "last": "lasttoken", "mean": "mean_tokens", "weighted_mean": "weightedmean_tokens",

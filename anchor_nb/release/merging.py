@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from ..core.files import check_whole, keep_apart, new_folder, saving, write_text
-from ..data.prompts import LAYOUT_FILE, Layout
+from ..data.prompts import LAYOUT_FILE, Layout, stored_facts
 from ..models.loading import chain, json_or_empty, kind_of
-from ..models.resolve import base_of, find_model, stored_facts
+from ..models.resolve import base_of, find_model
 from ..runs.identity import content_at
 
 # %% ../../nbs/release/01_merging.ipynb #dfb811d0
@@ -118,7 +118,7 @@ CONFIG = ("model_type", "is_causal", "tie_word_embeddings", "rope_theta", "rope_
 def use_of(folder: Path) -> dict: # by dotted name; {} for a model without anchor_nb.json
     "How an embedder is used, with defaults filled in."
     if not (facts := stored_facts(str(folder))): return {}
-    config = json_or_empty(folder/"config.json") if (folder/"config.json").is_file() else {}
+    config = json_or_empty(folder/"config.json")
     usual = dict(pooling="eos", bidirectional=config.get("is_causal") is False, prompts={}, normalize=True)
     layout = {f"layout.{key}": value for key, value in asdict(Layout(**facts["layout"])).items() if key != "max_length"}
     return layout | usual | {key: facts[key] for key in usual if facts.get(key) is not None}
@@ -207,7 +207,8 @@ def merged_tensor(name: str, models: list, policy: dict, method: str, weights: l
         shares = [weight for _, weight in there]
         if len(there) < len(models): shares = rescaled(shares, name)
         rows = [tensor if stop is None else tensor[start:stop] for tensor, _ in there]
-        parts.append(mix(rows, shares, method).to(kept))
+        mixed = mix(rows, shares, method)
+        parts.append((mixed if kept.is_floating_point else mixed.round()).to(kept)) # numbers of positions, in BERT
     merged = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (merged.to(getattr(torch, dtype)) if dtype and merged.is_floating_point() else merged).contiguous()
 

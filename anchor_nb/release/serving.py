@@ -48,7 +48,8 @@ def short_names(models: list) -> list: # paths -> names
 
 def training_stages(folder: str) -> list: # what `save_layout` recorded at each stage, the latest first
     "The stages behind a checkpoint, as far back as its bases are on this machine."
-    from anchor_nb.models.resolve import find_model, stored_facts
+    from anchor_nb.data.prompts import stored_facts
+    from anchor_nb.models.resolve import find_model
     stages = []
     while folder and (facts := stored_facts(folder)).get("stage") and len(stages) < 9: # 9: folders may form a circle
         stages.append(facts)

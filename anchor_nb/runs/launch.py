@@ -334,6 +334,7 @@ def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str
         ValueError: a setting that cannot be.
     """
     forget_stale_ranks()
+    run_dir = Path(run_dir).expanduser()
     with environment(accelerate_mixed_precision="no"): # training casts by itself
         if already_launched(): return json.loads(as_json(function(*args)))
         count, node = process_count(processes, usable_gpus()), find_node()

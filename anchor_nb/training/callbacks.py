@@ -76,7 +76,7 @@ class Carrying(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         "Measure at every `every`-th step and at the last."
-        ends = state.global_step >= state.max_steps or control.should_training_stop
+        ends = state.global_step >= state.max_steps
         if not ends and (not self.every or state.global_step % self.every): return
         trainer, began = self.trainer_of(), perf_counter()
         model, anchor = trainer.model.eval(), trainer.model.objectives["anchor"]
@@ -89,7 +89,7 @@ class Carrying(TrainerCallback):
         self.last = dict(step=state.global_step, pairs=len(self.pairs), trained_on=not self.fresh,
                          **{direction: values._asdict() for direction, values in measured.items()})
         if self.until and all(at.gap - at.margin >= self.until for at in measured.values()):
-            control.should_training_stop = True
+            control.should_training_stop, state.max_steps = True, state.global_step # no checkpoint to go on from
         if not state.is_world_process_zero: return
         add_row(Path(args.output_dir)/"carried.jsonl", self.last)
         print(f"step {state.global_step}:", *in_words(measured), flush=True)

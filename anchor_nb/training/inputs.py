@@ -17,6 +17,7 @@ from ..core.progress import announce
 from ..core.recipe import RECIPES, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
+from ..data.prompts import stored_facts
 from ..data.rows import Batch, Batches, Stream, examples, kept_out, load_pairs, strangers, undrawn
 from ..data.tables import RowTable, content_hash, find_sources
 from ..losses.contrastive import sizes_of
@@ -24,7 +25,7 @@ from ..losses.distillation import check_scale
 from ..models.attention import choose_attention, is_causal
 from ..models.backbone import check_causal
 from ..models.loading import LayoutSettings, training_formatter
-from ..models.resolve import start_of, stored_facts
+from ..models.resolve import start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
 from ..runs.identity import engine_of, inputs_beside, settings_of
 from .defaults import begun_with, decide, pair_lengths, settings_in
@@ -175,7 +176,8 @@ class Inputs(Resolved):
     "A resolved recipe and all that its run reads, checked; ValueError or FileNotFoundError names place and fix."
     def __init__(self, recipe: Training):
         check_launch(recipe)
-        self.asked, self.out = recipe, Path(recipe.out)
+        self.asked, self.out = recipe, Path(recipe.out).expanduser()
+        recipe = replace(recipe, out=str(self.out))
         self.begun = begun_with(recipe) # the settings of the run that is there
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
         sources = find_sources(recipe.data)
@@ -213,7 +215,7 @@ def check_inputs(recipe: Training) -> Inputs:
 class Record:
     "What a run's models record in `anchor_nb.json`, besides their layout."
     def __init__(self, inputs: Inputs):
-        base, first = Path(inputs.name), int(os.environ.get("RANK", 0)) == 0
+        base, first = Path(inputs.name).expanduser(), int(os.environ.get("RANK", 0)) == 0
         self.pooling, self.bidirectional = inputs.module.pooling, inputs.module.bidirectional
         self.stage = inputs.stage
         self.base = str(base.resolve()) if base.is_dir() else inputs.name # the model that the run started from
@@ -226,6 +228,7 @@ class Record:
 # %% ../../nbs/training/08_inputs.ipynb #dd8b0bc1
 def changes_of(before: dict, record: Record) -> str: # empty: the same run
     "What tells the run that wrote a model from the one that is to resume from it."
+    if before["stage"] != record.stage: return f"is of a {before['stage']} run, not {record.stage}; choose another out"
     if changed := [name for name in {**before["data"], **record.data}
                    if before["data"].get(name) != record.data.get(name)]:
         return f"was trained on other content of {', '.join(changed)}; put the old files back, or choose another out"

@@ -6,7 +6,7 @@
 __all__ = ['build_model', 'training_arguments', 'AnchorTrainer', 'train']
 
 # %% ../../nbs/training/09_trainer.ipynb #2e118d0d
-import json, os, shutil, time
+import json, os, shutil, signal, time
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from ..models.pooling import needs_last_only
 from ..models.resolve import is_here
 from ..runs.checkpoints import (add_row, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint,
                                         number_of)
-from ..runs.fault_tolerance import BUDGET, Stopping, check_finite, halving, kept_budget, listening
+from ..runs.fault_tolerance import BUDGET, STOP_SIGNALS, Stopping, check_finite, halving, kept_budget, listening
 from .callbacks import Carrying, Progress, Snapshots, curves
 from .inputs import Inputs, ModuleSettings, Record, Resolved, check_inputs, check_same_run
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
@@ -126,8 +126,9 @@ def same(item):
     return item
 
 def quiet_worker(number: int):
-    "In a worker, keep the tokenizer from starting threads and from warning that it may not."
+    "In a worker, keep the tokenizer from starting threads and from warning that it may not; leave signals to the rank."
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for number in STOP_SIGNALS: signal.signal(number, signal.SIG_IGN)
 
 # %% ../../nbs/training/09_trainer.ipynb #aa364ef3
 class WholeCheckpoints(Trainer):

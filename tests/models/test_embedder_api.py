@@ -212,6 +212,13 @@ def test_tensors_can_be_trained_upon(embedder):
     assert torch.isfinite(weight.grad).all()
 
 
+@pytest.mark.parametrize("name", ["sdpa", "eager", "packed_varlen", "flash_attention_2", "flash"])
+def test_attention_that_cannot_keep_texts_apart_here_is_refused(name):
+    "transformers' own lets the texts of a packed row see each other where a model looks both ways."
+    with pytest.raises(ValueError, match=f"attention={name} cannot run here, where packed_sdpa can"):
+        AnchorEmbedder.from_pretrained("tiny", attention=name, device="cpu")
+
+
 def test_raw_states_are_raw(embedder):
     raw = embedder.encode(TEXTS, normalize_embeddings=False)
     assert abs(np.linalg.norm(raw, axis=1) - 1).min() > 1e-2

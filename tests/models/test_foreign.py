@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from anchor_nb.models import resolve as resolving
 from anchor_nb.models.backbone import check_attention, load_backbone
@@ -104,6 +104,21 @@ def test_prompts_are_left_out_of_the_mean(tmp_path):
     assert abs(ours.encode_query(TEXTS) - ours.encode(TEXTS)).max() > 1e-3
 
 
+def test_capitals_and_lengths_are_those_of_sentence_transformers(tmp_path):
+    "A tokenizer that keeps capitals under do_lower_case, and no length but the positions of the model."
+    folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"))
+    write(folder, sentence_bert_config=dict(do_lower_case=True))
+    config = Path(folder)/"tokenizer_config.json"
+    config.write_text(json.dumps({name: value for name, value in json.loads(config.read_text()).items()
+                                  if name != "model_max_length"}))
+    ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
+    assert ours.max_seq_length == peer.max_seq_length == 512
+    texts = ["A Cat SLEEPS in ÄRGER", "word "*600]
+    same(ours.encode(texts), peer.encode(texts), 1e-5)
+    ours.save_pretrained(tmp_path/"ours")
+    same(AnchorEmbedder.from_pretrained(tmp_path/"ours").encode(texts), ours.encode(texts))
+
+
 def test_a_default_prompt_and_vectors_of_any_length(tmp_path):
     folder = st_folder(tmp_path/"st", dict(pooling_mode="mean"), kinds=("Transformer", "Pooling"),
                        prompts={"all": "text: ", "query": "find: "})
@@ -191,6 +206,21 @@ def test_what_sentence_transformers_saves_today(tmp_path):
 def test_an_encoder_of_sentence_transformers():
     "BERT looks both ways by nature and has no language-model head."
     same(AnchorEmbedder.from_pretrained("minilm").encode(TEXTS), theirs(resolve_model("minilm")).encode(TEXTS))
+
+
+@pytest.mark.parametrize("family, tokens", [("xlm-roberta", 68), ("roberta", 68), ("bert", 70)])
+def test_positions_are_counted_as_the_family_does(tmp_path, family, tokens):
+    "RoBERTa and its kin, multilingual-e5 and bge-m3 among them, number a text's tokens from behind that of padding."
+    folder = st_folder(tmp_path/"st", dict(pooling_mode_mean_tokens=True))
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model(
+        family, vocab_size=1000, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=70, pad_token_id=1, initializer_range=0.5)).save_pretrained(folder)
+    ours, peer = AnchorEmbedder.from_pretrained(folder), theirs(folder)
+    same(ours.encode(TEXTS), peer.encode(TEXTS))
+    ours.max_seq_length = 100
+    with pytest.raises(ValueError, match=f"has {tokens} positions, and a text has 100 tokens; lower max_length"):
+        ours.encode(TEXTS)
 
 
 def test_an_adapter_of_sentence_transformers(tmp_path):
@@ -492,6 +522,9 @@ def test_how_a_checkpoint_is_loaded_can_be_said_to_an_evaluation(tmp_path):
     (dict(modules=parts("Transformer", "Pooling", "Dense")), "has Dense, which is no part of an embedder here; use "
                                                              "library=sentence-transformers"),
     (dict(modules=parts("Transformer", "Pooling", "LayerNorm")), "has LayerNorm"),
+    (dict(modules=[dict(parts("Transformer")[0], path="0_BERT"), *parts("Transformer", "Pooling")[1:]]),
+     "has its weights in 0_BERT, as old versions wrote it; load it with sentence-transformers, save it again"),
+    ({"1_Pooling__config": dict(pooling_mode="cls", include_prompt=False)}, "cls without the prompt is not supported"),
     ({"1_Pooling__config": dict(pooling_mode_max_tokens=True)}, "pooling 'max_tokens' is none of cls, "),
     ({"1_Pooling__config": dict(pooling_mode=["mean", "lasttoken"])}, "pooling 'mean, lasttoken' is none of")])
 def test_a_part_that_we_have_not_is_named(tmp_path, change, message):

@@ -242,6 +242,17 @@ def test_a_folder_of_sentence_transformers_stays_one(pair, tmp_path):
     assert not (tmp_path/"out/optimizer.bin").exists()
 
 
+def test_whole_numbers_stay_what_they_are(pair, tmp_path):
+    "Old folders of BERT hold the numbers of their positions beside the weights."
+    numbers = torch.arange(512)[None]
+    for name in "ab":
+        shutil.copytree(pair/name, tmp_path/name)
+        weights = load_file(tmp_path/name/"model.safetensors") | {"embeddings.position_ids": numbers}
+        save_file(weights, tmp_path/name/"model.safetensors", metadata=dict(format="pt"))
+    merge_models([str(tmp_path/"a"), str(tmp_path/"b")], str(tmp_path/"out"), [0.1, 0.9])
+    assert load_file(tmp_path/"out"/"model.safetensors")["embeddings.position_ids"].equal(numbers)
+
+
 def test_a_failed_merge_leaves_what_was_there(pair, tmp_path, monkeypatch):
     merged(pair, tmp_path/"out", "a", "b")
     before = (tmp_path/"out/model.safetensors").read_bytes()

@@ -2,12 +2,14 @@
 without faults ends."""
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from anchor_nb.runs.fault_tolerance import NotFinite, Stopped
 from anchor_nb.runs.launch import launch
 from anchor_nb.core.recipe import Stage1
 from anchor_nb.runs.checkpoints import checkpoints
+from anchor_nb.losses.carry import Carried
+from anchor_nb.training import callbacks, trainer
 from anchor_nb.training.steps import ReconstructionStep
 from anchor_nb.training.inputs import check_inputs
 from anchor_nb.training.trainer import AnchorTrainer, train
@@ -53,7 +57,7 @@ def before_each_step(what):
 def at_step(number, what): return before_each_step(lambda trainer, step: what(trainer) if step == number else None)
 
 
-def fail(trainer):
+def fail(*anything):
     raise RuntimeError("pulled the plug")
 
 
@@ -206,6 +210,37 @@ def test_a_signal_writes_a_last_checkpoint(number, settings, whole):
         train(settings)
     assert checkpoints(settings.out)[-1].name == "checkpoint-5"
     assert_goes_on(settings, whole, 6)
+
+
+def test_ctrl_c_is_answered_once_although_it_reaches_the_workers_too(tmp_path, capfd):
+    settings = recipe(Stage1, tmp_path/"run", steps=10, workers=2)
+    def to_all(trainer):
+        for worker in multiprocessing.active_children(): os.kill(worker.pid, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    with at_step(3, to_all), pytest.raises(Stopped, match="after step 3"): train(settings)
+    assert capfd.readouterr().err.count("SIGINT: stopping after this step") == 1
+
+
+def test_a_run_whose_anchors_carry_enough_has_ended(tmp_path, monkeypatch):
+    "Whatever happens in its last step: no checkpoint invites the next start to go on."
+    enough = Carried(own=1.0, other=2.0, none=3.0, gap=1.0, margin=0.1, identified=1.0)
+    monkeypatch.setattr(callbacks, "carried", lambda run, anchor, pairs, identify: dict(q2d=enough, d2q=enough))
+    settings = recipe(Stage1, tmp_path/"run", steps=10, save_steps=2, carry_pairs=4, carry_steps=4, until_carried=0.5)
+    with monkeypatch.context() as patch, at_step(4, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)):
+        patch.setattr(trainer, "write_model", fail)
+        with pytest.raises(RuntimeError, match="plug"): train(settings)
+    assert [c.name for c in checkpoints(settings.out)] == ["checkpoint-2"]
+    assert train(settings)["steps"] == 4
+
+
+def test_a_run_at_home_is_found_there_again(settings, whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    at_home = replace(settings, out="~/run")
+    with at_step(6, fail), pytest.raises(RuntimeError, match="plug"): launch(train, at_home, run_dir=at_home.out)
+    taken = []
+    with before_each_step(lambda trainer, step: taken.append(step)): train(at_home)
+    assert taken[0] == 5 and rows(settings.out) == rows(whole) and not Path("~").exists()
 
 
 def test_two_kills_at_random_moments(tmp_path):

@@ -14,7 +14,7 @@ from anchor_nb.data.corpora import build_corpus
 from anchor_nb.data.tables import content_hash
 from anchor_nb.runs.ledger import read_json
 from anchor_nb.runs.identity import ENGINE, engine_of, hashed_out, input_hashes, inputs_of, settings_of
-from anchor_nb.core.recipe import RECIPES, Stage2
+from anchor_nb.core.recipe import RECIPES, Stage1, Stage2
 from anchor_nb.training.trainer import train
 
 NEEDED = dict(mine=dict(data="hf:o/n", out="out"), evaluate=dict(tasks=["SciFact"], out="out"),
@@ -109,20 +109,21 @@ def test_a_run_of_code_that_gives_other_results_is_not_taken_for_this_one(tmp_pa
     with pytest.raises(ValueError, match="made by training code .*, and this is 99"): runs.start_run(tmp_path, made)
 
 
-@pytest.mark.parametrize("changed", ["instructions", "engine"])
+@pytest.mark.parametrize("changed", ["instructions", "engine", "stage"])
 def test_a_checkpoint_of_other_inputs_is_not_gone_on_from(tmp_path, changed):
     "Also where a run is started from Python, without a manifest."
     from anchor_nb.training.trainer import check_same_run
     made, beside = Stage2(out=str(tmp_path), save_steps=2), dict(instructions="ab")
-    facts = dict(data={}, inputs=beside, engine=engine_of("stage2"), recipe=settings_of(made))
-    here = SimpleNamespace(stage="stage2", **facts)
+    facts = dict(stage="stage2", data={}, inputs=beside, engine=engine_of("stage2"), recipe=settings_of(made))
+    here = SimpleNamespace(**facts)
     (tmp_path/"checkpoint-2").mkdir()
     (tmp_path/"checkpoint-2"/"anchor_nb.json").write_text(json.dumps(facts))
     check_same_run(tmp_path, here)
     (tmp_path/"checkpoint-2"/"anchor_nb.json").write_text(json.dumps(facts | {"engine": {"training": 0}}))
-    with pytest.raises(ValueError, match="another content of instructions" if changed == "instructions"
-                       else "trains otherwise"):
+    with pytest.raises(ValueError, match=dict(instructions="another content of instructions", engine="trains otherwise",
+                                              stage="is of a stage2 run, not stage1; choose another out")[changed]):
         if changed == "instructions": here.inputs = dict(instructions="cd")
+        if changed == "stage": here = SimpleNamespace(**facts | dict(stage="stage1", recipe=settings_of(Stage1())))
         check_same_run(tmp_path, here)
 
 

@@ -381,6 +381,10 @@ def test_wrong_parameters_stop_a_stage_before_it_starts(name, parameters, messag
 @pytest.mark.parametrize("name, parameters, message", [
     ("stage1", dict(alpha=1.5), r"alpha must lie in \[0, 1\], it is 1.5"),
     ("stage1", dict(steps=-1), "steps must not be negative"),
+    ("stage1", dict(seed=2**32), r"seed must lie between 0 and 2\*\*32 - 1, it is 4294967296"),
+    ("analyse", dict(seed=-1), "seed must lie between 0 and"), ("adapt", dict(seed=-1), "seed must lie between 0 and"),
+    ("stage2", dict(lora_alpha=0), "lora_alpha must be over 0"), # nothing would be learned
+    ("stage2", dict(snapshot_steps=-5), "snapshot_steps must not be negative"),
     ("stage1", dict(steps="ten"), "steps='ten' is not a whole number"),
     ("stage1", dict(schedule="cosin"), "choose one of linear, cosine, constant"),
     ("stage2", dict(temperature="0"), "temperature must be over 0"),
