@@ -55,7 +55,7 @@ def from_markdown(name: str, text: str) -> Document:
         elif not fenced:
             links += LINK.findall(line)
             line = without_pipes(LINK.sub(r"\1", line))
-        heading = None if fenced else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)\s*#*", line)
+        heading = None if fenced else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*", line)
         if heading: sections.append([heading[1], []])
         else: sections[-1][1].append(line)
     title = title or next((heading for heading, _ in sections if heading), "")
