@@ -48,14 +48,15 @@ def front_matter(lines: list) -> tuple: # (title, the other lines)
 
 def from_markdown(name: str, text: str) -> Document:
     "Markdown, cut at its headings; the title is that of its front matter, else the first heading."
-    sections, links, fenced = [["", []]], [], False
+    sections, links, fence = [["", []]], [], "" # fence: what has opened the code block that a line is in
     title, lines = front_matter(text.splitlines())
     for line in lines:
-        if line.lstrip().startswith(("```", "~~~")): fenced = not fenced
-        elif not fenced:
+        mark = re.match(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)", line)
+        if mark and not (fence and (mark[2].strip() or not mark[1].startswith(fence))): fence = "" if fence else mark[1]
+        elif not fence:
             links += LINK.findall(line)
             line = without_pipes(LINK.sub(r"\1", line))
-        heading = None if fenced else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*", line)
+        heading = None if fence else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*", line)
         if heading: sections.append([heading[1], []])
         else: sections[-1][1].append(line)
     title = title or next((heading for heading, _ in sections if heading), "")
