@@ -661,6 +661,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.storable': ( 'data/documents.html#storable',
                                                                                  'anchor_nb/data/documents.py'),
+                                          'anchor_nb.data.documents.underlined': ( 'data/documents.html#underlined',
+                                                                                   'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.without_pipes': ( 'data/documents.html#without_pipes',
                                                                                       'anchor_nb/data/documents.py')},
             'anchor_nb.data.inspection': { 'anchor_nb.data.inspection.Sheet': ( 'data/inspection.html#sheet',

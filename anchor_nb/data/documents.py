@@ -46,6 +46,11 @@ def front_matter(lines: list) -> tuple: # (title, the other lines)
     titles = [value.value for key, value in node.value if key.value == "title" and isinstance(value, yaml.ScalarNode)]
     return "".join(titles[:1]).strip(), lines[end + 1:]
 
+def underlined(above: list, line: str) -> bool: # above: the lines before, the latest last
+    "Whether a line of = or - makes a heading of the one above it, which stands alone."
+    before, text = ["", "", *above][-2:]
+    return bool(re.fullmatch(r" {0,3}(=+|--+)\s*", line) and not before.strip() and re.match(r" {0,3}[^\s>|#*+-]", text))
+
 def from_markdown(name: str, text: str) -> Document:
     "Markdown, cut at its headings; the title is that of its front matter, else the first heading."
     sections, links, fence = [["", []]], [], "" # fence: what has opened the code block that a line is in
@@ -58,6 +63,7 @@ def from_markdown(name: str, text: str) -> Document:
             line = without_pipes(LINK.sub(r"\1", line))
         heading = None if fence else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*", line)
         if heading: sections.append([heading[1], []])
+        elif not fence and underlined(sections[-1][1], line): sections.append([sections[-1][1].pop().strip(), []])
         else: sections[-1][1].append(line)
     title = title or next((heading for heading, _ in sections if heading), "")
     sections = [(heading, "\n".join(lines).strip()) for heading, lines in sections]
