@@ -71,9 +71,9 @@ def from_markdown(name: str, text: str) -> Document:
 
 def from_text(name: str, text: str) -> Document:
     "Plain text; a short first line with a blank one below it is the title."
-    first, _, rest = text.strip().partition("\n")
-    titled = rest[:1] == "\n" and len(first.split()) <= 15
-    return Document(name, first.strip() if titled else "", [("", rest.strip() if titled else text.strip())])
+    first, *rest = text.strip().splitlines()[:2] or [""]
+    title = first.strip() if rest and not rest[0].strip() and len(first.split()) <= 15 else ""
+    return Document(name, title, [("", text.strip().removeprefix(title).strip())])
 
 # %% ../../nbs/data/11_documents.ipynb #0e0d50f9
 class Page(HTMLParser):
