@@ -79,7 +79,9 @@ def from_text(name: str, text: str) -> Document:
 class Page(HTMLParser):
     "The title and the sections of a web page."
     SKIP = ("script", "style", "nav", "noscript", "template", "svg")
-    BREAK = dict(p="\n\n", td=" ", th=" ") | dict.fromkeys(("div", "li", "br", "tr", "pre", "dt", "dd"), "\n")
+    BREAK = dict(p="\n\n", td=" ", th=" ", option=" ", button=" ") | dict.fromkeys(
+        ("address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer form header "
+         "hr label legend li main ol pre section select summary table textarea tr ul").split(), "\n")
 
     def __init__(self, text: str):
         super().__init__()
@@ -98,7 +100,7 @@ class Page(HTMLParser):
             self.titles.append("")
             self.inside = "title"
         elif tag == "a": self.anchor = ["", dict(attrs).get("href") or ""]
-        elif tag in self.BREAK: self.sections[-1][1] += self.BREAK[tag]
+        elif tag in self.BREAK: self.handle_data(self.BREAK[tag])
 
     def handle_endtag(self, tag):
         if tag in self.SKIP: self.skipped = max(0, self.skipped - 1)
@@ -107,7 +109,7 @@ class Page(HTMLParser):
         elif tag == "a" and self.anchor:
             self.links.append(tuple(self.anchor))
             self.anchor = None
-        elif tag in self.BREAK: self.sections[-1][1] += self.BREAK[tag][:1]
+        elif tag in self.BREAK: self.handle_data(self.BREAK[tag][:1])
 
     def handle_data(self, data):
         if self.skipped: return
