@@ -623,6 +623,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.Passage': ( 'data/documents.html#passage',
                                                                                 'anchor_nb/data/documents.py'),
+                                          'anchor_nb.data.documents.count_words': ( 'data/documents.html#count_words',
+                                                                                    'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.decoded_text': ( 'data/documents.html#decoded_text',
                                                                                      'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.first_sentence': ( 'data/documents.html#first_sentence',
