@@ -123,6 +123,7 @@ CELL = 2**24 # characters of a cell; the csv module's own limit, 2**17, is less 
 
 BROKEN = {"unexpected end of data": "a quote that opens in this row is never closed",
           "field larger than": "a cell is longer than 16 million characters: a quote is never closed",
+          "new-line character": "a line ends in a carriage return alone: save the file with line feeds",
           "expected after": "text follows a closing quote"} # in the csv module's message -> what is wrong
 
 def header_of(cells: list, path, line: int) -> list: # of names; "" for a column that is not read
@@ -183,10 +184,10 @@ def sheet_rows(path) -> Iterator: # of (place in the file, row)
     try: table = pandas.read_excel(path, dtype=str, na_filter=False, header=None, engine="openpyxl")
     except (BadZipFile, KeyError):
         raise ValueError(f"{path} is damaged or not an .xlsx file; save it again, or as CSV") from None
-    rows = table.to_numpy().tolist()
-    header = header_of(rows[0] if rows else [], path, 1)
-    for number, cells in enumerate(rows[1:], 2):
-        if any(map(str.strip, cells)): yield f"row {number}", row_of(header, cells)
+    rows = ((number, cells) for number, cells in enumerate(table.to_numpy().tolist(), 1) if any(map(str.strip, cells)))
+    line, cells = next(rows, (1, []))
+    header = header_of(cells, path, line)
+    for number, cells in rows: yield f"row {number}", row_of(header, cells)
 
 # %% ../../nbs/data/01_tables.ipynb #8340866e
 def open_table(source: str): # -> datasets.Dataset as it is stored
@@ -506,7 +507,8 @@ def find_sources(data: str, # a folder, a file, a saved dataset[:split], hf:org/
             f"give a table ({FORMATS}), a folder of them, hf:org/name for a dataset on the hub, or a .yaml file "
             "that lists several")
         raise FileNotFoundError(f"data={data!r} is neither a folder nor a file; {near}")
-    if (path/"dataset_dict.json").is_file(): return {path.name: str(saved_splits(path, split))}
+    name = Path(os.path.abspath(path)).name # of . too
+    if (path/"dataset_dict.json").is_file(): return {name: str(saved_splits(path, split))}
     if split:
         raise ValueError(f"{path} is not a DatasetDict, so it has no split {split}; leave out :{split}")
-    return {path.name: str(path)} if (path/"state.json").is_file() else in_folder(path)
+    return {name: str(path)} if (path/"state.json").is_file() else in_folder(path)

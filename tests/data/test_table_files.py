@@ -5,6 +5,7 @@ import json
 import lzma
 import random
 
+import datasets
 import pandas
 import pytest
 
@@ -84,6 +85,23 @@ def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
     assert (tmp_path/"out/exam").is_dir()
 
 
+def test_a_saved_dataset_has_its_folders_name_however_it_is_reached(tmp_path, monkeypatch):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path/"mine")
+    (tmp_path/"mine/deeper").mkdir()
+    for place, source in (("mine", "."), ("mine/deeper", "..")):
+        monkeypatch.chdir(tmp_path/place)
+        assert find_sources(source) == dict(mine=source) # a nameless one would be written into a hidden file
+
+
+def test_a_sheet_may_begin_with_empty_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "find_spec", lambda name: True)
+    monkeypatch.setattr(pandas, "read_excel", lambda *_, **__: pandas.DataFrame(cells))
+    cells = [["", ""], ["query", "positive"], ["", " "], ["a", "b"]]
+    assert list(tables.sheet_rows("a.xlsx")) == [("row 4", dict(query="a", positive="b"))]
+    cells = [["", ""], ["a", "a"]]
+    with pytest.raises(ValueError, match="line 2: two columns are named 'a'"): list(tables.sheet_rows("a.xlsx"))
+
+
 COLUMNS = dict(query="frage", positive="antwort")
 
 @pytest.mark.parametrize("name, content, columns, expected", [
@@ -99,6 +117,7 @@ COLUMNS = dict(query="frage", positive="antwort")
     ("a.csv", "query,positive\na,b\nc d,\ne,f,g\n", {}, "line 3, field 'positive' is empty"),
     ("a.csv", "query,positive\na,b\nc,d\ne,f,g\n", {}, "line 4: 3 cells, and the header has 2"),
     ("a.csv", 'query,positive\na,"b\nc,d\n', {}, "line 2: a quote that opens in this row is never closed"),
+    ("a.csv", "query,positive\ra,b\r", {}, "line 1: a line ends in a carriage return alone: save the file with line"),
     ("a.csv", "query,positive\ncafé,b\n".encode("latin-1"), {}, "line 2: not UTF-8 (byte 0xe9 after 'caf')"),
     ("a.csv", "query,positive\na,b\n".encode("utf-16"), {}, "line 1: UTF-16, not UTF-8"),
     ("a.jsonl", '{"query": 3, "positive": "b"}\n', {}, "line 1, field 'query' is int, not text"),
