@@ -2678,6 +2678,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_nb/models/backbone.py'),
                                            'anchor_nb.models.backbone.trunk_of': ( 'models/backbone.html#trunk_of',
                                                                                    'anchor_nb/models/backbone.py'),
+                                           'anchor_nb.models.backbone.untied_head': ( 'models/backbone.html#untied_head',
+                                                                                      'anchor_nb/models/backbone.py'),
                                            'anchor_nb.models.backbone.what_it_sees': ( 'models/backbone.html#what_it_sees',
                                                                                        'anchor_nb/models/backbone.py')},
             'anchor_nb.models.embedder': { 'anchor_nb.models.embedder.AnchorEmbedder': ( 'models/embedder.html#anchorembedder',

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from ..models.backbone import untied_head
 from ..models.packing import Packed
 from ..core.distributed import gather, world
 from .reconstruction import vectors
@@ -130,9 +131,8 @@ class Embedding(nn.Module):
     def __init__(self, lm, pool: str = "eos"): # paper: [EOS]
         super().__init__()
         self.lm, self.pool = lm, pool
-        head = lm.get_output_embeddings()
         # an untied head takes no part here, and DDP would wait for its gradient
-        if head is not None and head.weight is not lm.get_input_embeddings().weight: head.weight.requires_grad_(False)
+        if (head := untied_head(lm)) is not None: head.requires_grad_(False)
 
     def forward(self, packed: Packed) -> Tensor: # [texts, hidden]
         "One vector for each text of a packed batch."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from ..core.distributed import all_reduce, world
 from ..data.prompts import pooling_tokens
+from ..models.backbone import untied_head
 from ..models.pooling import pack_texts
 from .reconstruction import Anchor, Blanks, DecodeRules
 from .llama2vec import Bags, Llara, llara_prompts
@@ -123,8 +124,8 @@ class Objectives(nn.Module):
         super().__init__()
         for _, objective, _ in objectives: objective.check(lm)
         self.lm, self.objectives = lm, {name: objective for name, objective, _ in objectives}
-        head = lm.get_output_embeddings().weight
-        self.untied = head is not lm.get_input_embeddings().weight
+        head = untied_head(lm)
+        self.untied = head is not None
         if self.untied and not any(o.uses_head for o in self.objectives.values()): head.requires_grad_(False)
 
     def forward(self, name: str | tuple, batch, # several names: see `Together`
@@ -135,9 +136,11 @@ class Objectives(nn.Module):
         else: objective = self.objectives[name]
         if work: return work(self.lm, batch, objective)
         if not objective.coupled: return objective.loss(self.lm, batch, totals)
-        vectors, head = objective.embed(self.lm, batch), self.lm.get_output_embeddings().weight
+        vectors = objective.embed(self.lm, batch)
+        if not self.untied: return vectors
+        head = self.lm.get_output_embeddings().weight
         # every parameter gets a gradient, which DDP waits for, also in steps before `anchor_after`
-        return vectors + head.sum()*0 if head.requires_grad and self.untied else vectors
+        return vectors + head.sum()*0 if head.requires_grad else vectors
 
 # %% ../../nbs/losses/10_objectives.ipynb #1ddbaee2
 def to_device(batch, device): # a NamedTuple of tensors, packed batches and plain values

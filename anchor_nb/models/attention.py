@@ -62,8 +62,9 @@ def refuse_unsupported(module, packed, kwargs):
     "ValueError for calls that packed attention would get wrong."
     name = type(module).__name__
     if packed is None:
-        raise ValueError(f"{name}: {module.config._attn_implementation} runs packed batches only; call "
-                         "model.set_attn_implementation('sdpa') to generate text")
+        raise ValueError(f"{name}: {module.config._attn_implementation} runs packed batches only, and none reached it; "
+                         "call model.set_attn_implementation('sdpa') to generate text, or take a model whose layers "
+                         "hand on what they are given, such as Llama, Qwen 3 or Mistral")
     window = kwargs.get("sliding_window")
     if window and packed.longest > window:
         raise ValueError(f"{name}: a text of {packed.longest} tokens exceeds the sliding window of {window}; lower "

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['positions_of', 'run_packed', 'has_head', 'check_causal', 'checkpoint_activations', 'is_checkpointed',
-           'tensors_only', 'looks_both_ways', 'load_backbone', 'check_head', 'add_lora', 'language_model', 'trunk_of',
-           'merge_adapters', 'compile_layers']
+           'tensors_only', 'looks_both_ways', 'load_backbone', 'check_head', 'add_lora', 'language_model',
+           'untied_head', 'trunk_of', 'merge_adapters', 'compile_layers']
 
 # %% ../../nbs/models/03_backbone.ipynb #0c162cec
 import ctypes, math, os, re, sys
@@ -235,6 +235,12 @@ def add_lora(model,               # a causal language model
 def language_model(model):
     "The causal language model itself, with or without adapters."
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+def untied_head(model): # -> its weight, or None
+    "The weight of a head that has one of its own; where added tokens train, peft computes that of a tied one."
+    head = model.get_output_embeddings()
+    alone = head is not None and head.weight.is_leaf and head.weight is not model.get_input_embeddings().weight
+    return head.weight if alone else None
 
 def trunk_of(model) -> nn.Module:
     "The decoder stack, final norm included, without the head."

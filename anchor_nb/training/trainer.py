@@ -71,7 +71,9 @@ def saver(formatter: Formatter, record: Record): # -> a function of (module, fol
         if any(map(is_share, module.parameters())): state = whole_state(module.lm, trained_only=adapters)
         if world()[0]: return
         shutil.rmtree(folder, ignore_errors=True)
-        with without_bars(): module.lm.save_pretrained(folder, state_dict=state)
+        # peft would add the whole table where it has grown; its new rows are drawn the same again
+        how = dict(save_embedding_layers=False) if adapters else {}
+        with without_bars(): module.lm.save_pretrained(folder, state_dict=state, **how)
         formatter.tokenizer.save_pretrained(folder)
         save_layout(folder, formatter.layout, **vars(record))
     return save

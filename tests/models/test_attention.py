@@ -131,6 +131,13 @@ def test_a_model_with_attention_of_its_own_is_refused(tmp_path, family):
         load_backbone(str(tmp_path))
 
 
+def test_a_model_whose_layers_drop_what_they_are_given_is_refused(tmp_path):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="packed batches only, and none reached it; .*take a model whose layers hand "
+                                         "on"):
+        load_backbone(str(tmp_path))
+
+
 def test_a_recurrent_model_is_refused(tmp_path):
     sizes = dict(SIZES, num_experts=2, num_experts_per_tok=1, linear_num_key_heads=2, linear_num_value_heads=2)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **sizes)).save_pretrained(tmp_path)

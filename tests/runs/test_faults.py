@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import soak
 from anchor_nb.runs.fault_tolerance import NotFinite, Stopped
 from anchor_nb.runs.launch import launch
-from anchor_nb.core.recipe import Stage1
+from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.runs.checkpoints import checkpoints
 from anchor_nb.losses.carry import Carried
 from anchor_nb.training import callbacks, trainer
@@ -241,6 +242,20 @@ def test_a_run_at_home_is_found_there_again(settings, whole, tmp_path, monkeypat
     taken = []
     with before_each_step(lambda trainer, step: taken.append(step)): train(at_home)
     assert taken[0] == 5 and rows(settings.out) == rows(whole) and not Path("~").exists()
+
+
+@pytest.mark.parametrize("stage, how", [(Stage2, {}), (Stage1, dict(objectives=dict(simcse=1.0), lora_rank=4))])
+def test_added_tokens_train_beside_adapters_and_are_gone_on_from(stage, how, tmp_path):
+    usual = dict(USUAL, steps=5, pooling="tokens", pooling_tokens=2, lora_dropout=0.1) | how
+    runs = [recipe(stage, tmp_path/name, **usual) for name in ("whole", "run")]
+    train(runs[0])
+    with at_step(4, fail), pytest.raises(RuntimeError, match="plug"): train(runs[1])
+    added = {name: value for name, value in load_file(checkpoints(runs[1].out)[-1]/"adapter_model.safetensors").items()
+             if ".lora_" not in name}
+    assert {value.shape for value in added.values()} == {(2, 64)}, "the rows that train, and not the whole table"
+    assert_goes_on(runs[1], tmp_path/"whole", 3)
+    after = load_file(tmp_path/"run"/"model"/"model.safetensors")["model.embed_tokens.weight"][-2:]
+    assert all((value != after).all() for value in added.values()), "they moved after the checkpoint too"
 
 
 def test_two_kills_at_random_moments(tmp_path):
