@@ -1014,6 +1014,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.check_name': ('data/tables.html#check_name', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.code_hash': ('data/tables.html#code_hash', 'anchor_nb/data/tables.py'),
+                                       'anchor_nb.data.tables.code_of': ('data/tables.html#code_of', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.content_hash': ('data/tables.html#content_hash', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.csv_records': ('data/tables.html#csv_records', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.csv_rows': ('data/tables.html#csv_rows', 'anchor_nb/data/tables.py'),

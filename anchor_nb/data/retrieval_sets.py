@@ -11,6 +11,7 @@ import gzip, hashlib, json, os, re, warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ..core.names import near_paths
+from .rows import check_unicode
 from .tables import byte_lines, check_columns, format_of, read_json, table_rows, renamed
 
 # %% ../../nbs/data/07_retrieval_sets.ipynb #8a6eddb2
@@ -97,7 +98,11 @@ def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or w
             kind = "neither text nor a number" if field == name else "not text"
             state = "missing" if field not in row else "empty" if row[field] == "" else kind
             return number, "", f', field {field!r} is {state}; add "{field}": "..." to this line'
-    return number, (str(row.get("title") or "") + " " + text).strip(), ""
+    text = (str(row.get("title") or "") + " " + text).strip()
+    try:
+        for field, value in ((name, number), ("text", text)): check_unicode(value, field)
+    except ValueError as error: return number, text, f", {error}"
+    return number, text, ""
 
 # %% ../../nbs/data/07_retrieval_sets.ipynb #6a75b367
 def read_qrels(path: Path,      # a table of judgements

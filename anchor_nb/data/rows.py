@@ -187,7 +187,8 @@ def parser_version() -> str:
     "Changes when the code that reads a row does."
     parts = (parse_row, as_text, as_texts, pick_field, teacher_scores, open_table, check_unicode, is_number,
              check_scores, query_instruction, document_instruction,
-             plain_fields, as_lists, plain_texts, plain_scores, plain_rows, json_blocks)
+             plain_fields, as_lists, plain_texts, plain_scores, plain_rows, json_blocks,
+             QUERY, POSITIVE, NEGATIVE.pattern, VISIBLE, MEANS, LIKE_OURS)
     return code_hash(*parts, *PARSING)
 
 KINDS = dict(query=str, positives=[str], negatives=[str], instruction=str, document_instruction=str,

@@ -343,11 +343,18 @@ def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None, # ki
 # %% ../../nbs/data/01_tables.ipynb #f9f850f3
 READERS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows,
            ".xlsx": sheet_rows} # suffix -> function of a path -> (place in the file, row) of all rows
-PARSING = (json_lines, json_rows, rows_within, csv_records, csv_rows, row_of, sheet_rows, renamed)
+PARSING = (json_lines, json_rows, rows_within, is_jsonl, read_json, decoded, csv_records, csv_rows, header_of, row_of,
+           sheet_rows, renamed)
 
-def code_hash(*parts) -> str: # parts: functions
-    "Changes when the code of some functions does."
-    return hashlib.sha256(b"".join(part.__code__.co_code for part in parts)).hexdigest()
+def code_of(part): # part: a function, its code, or a value; -> what JSON can hold
+    "The code of a function with the names and constants in it: the same instructions may read another field."
+    code = getattr(part, "__code__", part)
+    if hasattr(code, "co_code"): return [code.co_code.hex(), code.co_names, list(map(code_of, code.co_consts))]
+    return sorted(map(repr, code)) if isinstance(code, (set, frozenset)) else repr(code)
+
+def code_hash(*parts) -> str: # parts: functions and values
+    "Changes when some functions or values do."
+    return hashlib.sha256(json.dumps(list(map(code_of, parts))).encode()).hexdigest()
 
 @lru_cache(maxsize=2) # a corpus is read piece by piece, and a cached table is checked whole when it is opened
 def stored_version(source: str, content: str): # content: its hash; -> as `stored`

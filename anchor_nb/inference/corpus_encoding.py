@@ -25,6 +25,7 @@ from ..data.prompts import Prompt
 from ..data.shards import is_address
 from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines, listed,
                                    read_json, renamed, slice_rows)
+from ..data.rows import check_unicode
 from ..data.retrieval_sets import set_in, texts_file
 from ..runs.checkpoints import locked
 from ..runs.identity import ENGINE
@@ -138,8 +139,9 @@ def entry(row: dict,          # as read
         raise ValueError(f"field {id_field!r} is missing; the row has {sorted(row)}, name the one with the id as "
                          "id_field")
     ids = [row[key] for key in ((id_field,) if id_field else ("_id", "id")) if row.get(key) is not None]
-    title = "" if field else str(row.get("title") or "")
-    return str(ids[0]) if ids else str(number), f"{title} {row[name]}".strip()
+    title, key = "" if field else str(row.get("title") or ""), str(ids[0]) if ids else str(number)
+    check_unicode(key, "id") # of texts the embedder mends this
+    return key, f"{title} {row[name]}".strip()
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #4691ea9c
 def read_piece(piece: Piece) -> Iterator: # of (location, row as read)

@@ -196,7 +196,7 @@ def texts_of(table: Iterable, # rows in the common form
         try: check_unicode(text, "text")
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        yield -1, CORPUS_TEXT, "", text
+        if text.strip(): yield -1, CORPUS_TEXT, "", text # a corpus may have empty documents, and pairs may not
 
 def find_answers(db, tables: dict):
     "The table `everyone`: the queries and positives of all datasets, where there are several."

@@ -80,10 +80,12 @@ def link_pairs(documents: list, # of `Document`
 PROMPT = ("Text: {text}\n\nWrite one short question that this text answers and that names its subject. Write the "
           "question only.")
 
+LABEL = re.compile(r"^\W*(?:q(?:uestion)?[\s#]*\d*\s*(?:[:)*]|[.–-]\s)\W*|\d+(?:\)|\.(?!\d))\s*)?", re.I) # Question 1:
+
 def first_question(text: str) -> str: # empty: none
     "The first line that asks something, without what models put around it."
     for line in filter(str.strip, text.splitlines()):
-        line = re.sub(r"^\W*(?:question\W*|q\W+|\d+[.)]\s*)?", "", line.strip(), flags=re.I).strip("\"'* ")
+        line = LABEL.sub("", line.strip()).strip("\"'* ")
         asked = line.partition("?")[0]
         if "?" in line and 3 <= len(asked.split()) <= 30: return asked + "?"
     return ""

@@ -59,6 +59,7 @@ def test_a_folder_is_read_as_it_is(folder):
     ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": "d1", "text": "y"}\n',
      "corpus.jsonl, line 2, field '_id' repeats"),
     ("corpus.jsonl", '{"_id": "d1", "text": "x"}\n{"_id": \n', "corpus.jsonl, line 2: not valid JSON"),
+    ("corpus.jsonl", '{"_id": "d1", "text": "x \\ud83d"}\n', "line 1, field 'text' has half a character, '\\ud83d'"),
     ("corpus.jsonl", "", 'unknown document'),
     ("queries.jsonl", '{"_id": "q1", "text": "  "}\n', "queries.jsonl, line 1, field 'text' is empty"),
     ("queries.jsonl", "[1]\n", "queries.jsonl, line 1: not a JSON object"),

@@ -300,6 +300,14 @@ def test_the_limit_is_of_the_row_itself(tmp_path):
     assert [len(json.loads(line)["negatives"]) for line in lines[:2]] == [3, 0]
 
 
+def test_an_empty_document_of_a_corpus_is_no_negative(tmp_path):
+    data = write(tmp_path/"p.jsonl", *(dict(query=f"q {n}", positive=f"text {n}") for n in range(2)))
+    corpus = write(tmp_path/"c.jsonl", *(dict(text=text) for text in ("", "another", " \n")))
+    mine(rules(data=data, corpus=corpus, out=str(tmp_path/"out"), model="tiny", percentage=0, instructions="none"))
+    assert {text for row in parsed(str(tmp_path/"out/pairs/p.jsonl")) for text in row["negatives"]} == {
+        "text 0", "text 1", "another"}
+
+
 def test_half_a_character_in_a_corpus_is_named(tmp_path):
     data = write(tmp_path/"p.jsonl", dict(query="a", positive="b"))
     (tmp_path/"c.jsonl").write_text('{"_id": "1", "text": "fine"}\n{"_id": "2", "text": "a\\ud800"}\n')
