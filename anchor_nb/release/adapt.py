@@ -705,7 +705,7 @@ def encoder_seconds(texts: list) -> float: # a pair
 
 MINER_SIZE = 10.6e6 # weights of MiniLM that every token uses
 ACTIVE = 4e5        # bytes of a token while MiniLM trains on a CPU, of `MINI` texts; from two runs
-PROCESS = 9e8       # bytes without a model; from the same runs
+PROCESS = 1.5e9     # bytes that the process has without it; from a run that held 2.1 GB, and 6.4 with the plain loss
 
 def encoder_size(base: str) -> int:
     "The weights of an encoder that every token uses."
