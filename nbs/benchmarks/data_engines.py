@@ -3,9 +3,10 @@
 `python data_engines.py make N` writes N rows of real text with planted near-duplicates whose truth is known, and
 `python data_engines.py run N ENGINE ...` measures each engine in a process of its own, or a data tool of the package
 as a whole: `dedup`, `table` and `stream` (rows as training reads them, from a local table and from an address),
-`mine_words`, `mine_vectors`, `encode` and `filter`. The rows are the pairs of the package's corpora, without those that repeat each other; where there are too few, three of them are joined to one. An
-exact engine joins the rarest runs of words, as `anchor_nb.data.deduplication` does with DuckDB; datatrove has its own,
-approximate way (MinHash) and its own words.
+`mine_words`, `mine_vectors`, `encode` and `filter`. The rows are the pairs of the package's corpora, without those
+that repeat each other; where there are too few, three of them are joined to one. An exact engine joins the rarest runs
+of words, as `anchor_nb.data.deduplication` does with DuckDB; datatrove has its own, approximate way (MinHash) and its
+own words.
 
 The others are not dependencies: `pip install datatrove[io,processing] dask[dataframe] "ray[data]"` into an environment
 of their own.

@@ -6,7 +6,7 @@
     python nbs/studies/adapt_runs.py kinds debian                        # which made queries to learn from
     python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
-    python nbs/studies/adapt_runs.py again debian warmed 1 2             # and after the definitions, or `taught` by MiniLM
+    python nbs/studies/adapt_runs.py again debian warmed 1 2             # from the definitions, or `taught` by MiniLM
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
     python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside MiniLM
     python nbs/studies/adapt_runs.py averages                            # weights of before and after training
