@@ -172,23 +172,23 @@ NAMES = dict(text=("text", "body", "content", "contents", "document", "passage",
              title=("title", "name", "heading", "subject", "headline", "term"),
              id=("_id", "id", "doc_id", "url", "path"))
 
-def guessed(rows: list, columns: dict) -> dict: # rows: some of a table; -> our name -> theirs
+def guessed(rows: list, columns: dict) -> dict: # rows: with our names for `columns`; -> our name -> theirs
     "Which columns hold text, title and id."
-    held = [name for name in dict.fromkeys(name for row in rows for name in row)]
-    texts = {name: sum(len(row[name]) for row in rows if isinstance(row.get(name), str)) for name in held}
-    find = lambda ours: next((name for wanted in NAMES[ours] for name in held if name.lower() == wanted), "")
-    longest = max(texts, key=texts.get, default="")
-    return dict(text=find("text") or (longest if texts.get(longest) else ""), title=find("title"),
-                id=find("id")) | columns
+    held = dict.fromkeys(name for row in rows for name in row)
+    size = lambda name: sum(len(row[name]) for row in rows if isinstance(row.get(name), str))
+    texts = {name: size(name) for name in held if size(name)}
+    find = lambda ours, held: next((name for wanted in NAMES[ours] for name in held if name.lower() == wanted), "")
+    return dict(text=find("text", texts) or max(texts, key=texts.get, default=""), title=find("title", held),
+                id=find("id", held)) | {ours: ours for ours in columns}
 
 def from_table(source: str, columns: dict) -> Iterator: # of `Document`
     "The documents of one table; ValueError when no column holds text."
-    first = [row for _, row in islice(table_rows(source), 100) if isinstance(row, dict)]
+    first = [row for _, row in islice(table_rows(source, columns), 100) if isinstance(row, dict)]
     named = guessed(first, columns)
     if not named["text"] or first and not any(named["text"] in row for row in first):
         held = ", ".join(map(str, first[0])) if first else "no row"
         raise ValueError(f"{source} has no column of texts (it has {held}); name it with columns='{{text: ...}}'")
-    for number, (_, row) in enumerate(table_rows(source)):
+    for number, (_, row) in enumerate(table_rows(source, columns)):
         if not isinstance(row, dict): continue
         text, title = row.get(named["text"]), row.get(named["title"]) if named["title"] else ""
         name = row.get(named["id"]) if named["id"] else None

@@ -303,6 +303,8 @@ def is_sentence(source: str) -> bool: # source: as typed
 
 def listed_instructions(value, source: str, name: str) -> list: # [""]: none
     "The instructions that a file gives a dataset; ValueError for what is neither a text nor a list of texts."
+    if not isinstance(name, str): # YAML reads no, on, 1 and 2024-01-01 as something else
+        raise ValueError(f"{source}: {name!r} is no name; put it between quotes")
     texts = [""] if value in (None, []) else value if isinstance(value, list) else [value]
     if all(isinstance(text, str) for text in texts): return texts
     raise ValueError(f"{source}: the instruction of {name} is {value!r}; write a text, or a list of texts")
@@ -318,7 +320,9 @@ def load_instructions(source: str, # paper, none, a YAML file of name: instructi
     if not Path(source).is_file():
         raise ValueError(f"instructions={source!r} is neither paper nor none nor a file; write the instruction itself, "
                          "such as 'Given a question, find its answer', or name a YAML file that is there")
-    table = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+    try: table = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source}: not YAML ({error}); quote an instruction with a colon or a quote in it") from None
     if not isinstance(table, dict):
         raise ValueError(f"{source}: write one `dataset: instruction` per line")
     lists = {name: listed_instructions(value, source, name) for name, value in table.items()}

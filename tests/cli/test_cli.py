@@ -247,6 +247,11 @@ def stubbed(monkeypatch, tmp_path):
     return {name: [name, *words.get(name, [])] for name in WITH_JSON}
 
 
+def test_what_to_type_after_a_split_can_be_copied(stubbed):
+    shown = invoke("split", "x", "--out", "my exam").stdout
+    assert "--data 'my exam/pairs' --out" in shown and "--task 'my exam/exam'\n" in shown
+
+
 @pytest.mark.parametrize("name", WITH_JSON)
 def test_an_answer_is_one_json_object_if_asked_for_and_a_few_lines_if_not(name, stubbed, capfd):
     found = invoke(*stubbed[name], "--json")
