@@ -331,7 +331,7 @@ MANIFEST = "index.json"
 # %% ../../nbs/inference/02_search.ipynb #5b44f96a
 def save_index(index: Index, folder: str | Path) -> Path: # the folder
     "Write an index, in place of an older one; ValueError where the folder holds something else."
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if folder.exists() and not (folder/MANIFEST).is_file() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and holds no index; name a new folder")
     with new_folder(folder) as part:
@@ -347,7 +347,7 @@ def save_index(index: Index, folder: str | Path) -> Path: # the folder
 # %% ../../nbs/inference/02_search.ipynb #3f0855a7
 def load_index(cls, embedder: AnchorEmbedder, folder: str | Path, verify: bool = True): # as for `Index.load`
     "Read what `save` wrote; FileNotFoundError or ValueError when it is no index, damaged, or another embedder's."
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if not (folder/MANIFEST).is_file():
         raise FileNotFoundError(f"{folder/MANIFEST} is missing; {folder} is no index")
     if verify and (wrong := damage(folder)):

@@ -136,6 +136,7 @@ class Saved(Comparing):
         if any(name.endswith("weight0") for name in self.lm.state_dict()):
             raise ValueError("weights in int8 cannot be saved so that others read them; load the model without "
                              "precision=int8 to save it, or write `anchor-nb export MODEL OUT --format onnx`")
+        folder = Path(folder).expanduser()
         with without_bars(): self.lm.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         facts = dict(prompts=self.prompts, normalize=self.normalize, bidirectional=not is_causal(self.lm.config))

@@ -340,6 +340,15 @@ def test_an_index_appears_as_a_whole_or_stays_what_it_was(embedder, tmp_path, mo
                                                                         for path in tmp_path.iterdir()] == ["index"]
 
 
+def test_a_home_folder_is_not_a_folder_called_tilde(embedder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path/"home"))
+    embedder.save_pretrained("~/model")
+    Index(embedder, TEXTS).save("~/index")
+    assert len(Index.load(embedder, "~/index")) == len(TEXTS) and list(tmp_path.iterdir()) == [tmp_path/"home"]
+    assert (AnchorEmbedder.from_pretrained("~/model").encode(TEXTS) == embedder.encode(TEXTS)).all()
+
+
 def test_an_index_of_other_weights_is_refused_whatever_their_path(tmp_path):
     "The same folder with other weights in it; and a copy elsewhere with the same, which is no other model."
     AnchorEmbedder.from_pretrained("tiny").save_pretrained(tmp_path/"model")
