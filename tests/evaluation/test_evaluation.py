@@ -72,6 +72,16 @@ def test_texts_are_cut_where_the_checkpoint_says_unless_asked_otherwise(tmp_path
     assert load(candidate, "").mteb_model_meta.max_tokens == 12 and same(0) and not same(48)
 
 
+def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
+    AnchorEmbedder.from_pretrained("tiny", max_length=12).save_pretrained(str(tmp_path/"run/model"))
+    (tmp_path/"run/run.json").write_text(json.dumps(dict(stage="stage2", status="complete",
+                                                         recipe=dict(steps=4, seed=1))), encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert candidates({"mine": "~/run"}) == candidates({"mine": str(tmp_path/"run")})
+    with pytest.raises(ValueError, match="no adapter_config.json"):
+        candidates({"mine": dict(model="tiny", adapter="~/run")})
+
+
 def test_a_score_says_how_much_of_a_text_was_read(tmp_path):
     AnchorEmbedder.from_pretrained("tiny", max_length=12).save_pretrained(str(tmp_path/"short"))
     result = evaluate(tmp_path, str(tmp_path/"short"), "--task", write_set(tmp_path/"set", "set"), "-p",
