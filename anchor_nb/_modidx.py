@@ -1353,6 +1353,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_nb/evaluation/measure.py'),
                                               'anchor_nb.evaluation.measure.means': ( 'evaluation/measure.html#means',
                                                                                       'anchor_nb/evaluation/measure.py'),
+                                              'anchor_nb.evaluation.measure.of_best': ( 'evaluation/measure.html#of_best',
+                                                                                        'anchor_nb/evaluation/measure.py'),
                                               'anchor_nb.evaluation.measure.parts_of': ( 'evaluation/measure.html#parts_of',
                                                                                          'anchor_nb/evaluation/measure.py'),
                                               'anchor_nb.evaluation.measure.predicted_items': ( 'evaluation/measure.html#predicted_items',
