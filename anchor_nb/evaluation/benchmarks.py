@@ -6,7 +6,7 @@
 __all__ = ['names', 'find_tasks', 'check_data', 'instructions_for', 'instructions_id']
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #d2e02b49
-import copy, hashlib, json, logging, re, warnings
+import copy, hashlib, json, logging, os, re, warnings
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -149,10 +149,11 @@ def use_local_copies(tasks: list,           # of mteb
                     ) -> list:              # the same tasks, those with a folder read from it
     "Tasks over the copies that there are; FileNotFoundError when the root is no folder."
     if not data_root: return list(tasks)
-    if not Path(data_root).is_dir():
+    data_root = Path(data_root).expanduser()
+    if not data_root.is_dir():
         raise FileNotFoundError(f"{data_root} is no folder; --data-root holds copies of data sets as "
                                 "ORGANISATION/NAME, such as mteb/scifact")
-    return [use_local_copy(task, Path(data_root)) for task in tasks]
+    return [use_local_copy(task, data_root) for task in tasks]
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #4a63c59f
 def find_tasks(benchmark: str = "",        # one of `names()`; empty: none
@@ -262,10 +263,11 @@ def table13() -> dict: # name, pattern or type -> instruction
     return table | {"CQADupstack*Retrieval": table["CQADupstackRetrieval"], "STS": table["STS*"]}
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #33aa7c5c
-def read_instructions(path: Path) -> dict: # YAML: task, pattern or type -> instruction
+def read_instructions(path: str) -> dict: # YAML: task, pattern or type -> instruction
     "Instructions from a file; ValueError names file, entry and fix."
     import yaml
-    if is_sentence(str(path)): return {"*": str(path).strip()}
+    path = os.path.expanduser(path)
+    if is_sentence(path): return {"*": path.strip()}
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} is no file; instructions are paper, mteb, none, the instruction itself, "
                                 "or a YAML file with lines like SciFact: Given a claim, ...")
@@ -291,7 +293,7 @@ def instructions_for(tasks: list,           # what `find_tasks` gave
         instructions = {name: None if is_local(leaf) else look_up_instruction(leaf, table)
                         for name, leaf in every.items()}
         return {name: own_instruction(every[name]) if text is None else text for name, text in instructions.items()}
-    table = read_instructions(Path(source))
+    table = read_instructions(source)
     instructions = {name: look_up_instruction(leaf, table) for name, leaf in every.items()}
     if silent := [name for name, text in instructions.items() if text is None]:
         raise ValueError(f'{source}: no entry for {", ".join(silent)}; add each by its name or type, or "*": "" for '
@@ -303,7 +305,7 @@ def instructions_id(source: str) -> str: # paper, mteb, none or a YAML file
     "What identifies a source of instructions: its name, with the version of mteb, or a hash of a file's entries."
     if source in ("paper", "mteb"): return f"{source}, mteb {version('mteb')}" # mteb's prompts fill the gaps
     if source == "none": return source
-    return "file-" + hashlib.sha256(json.dumps(list(read_instructions(Path(source)).items())).encode()).hexdigest()[:16]
+    return "file-" + hashlib.sha256(json.dumps(list(read_instructions(source).items())).encode()).hexdigest()[:16]
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #772e7047
 @contextmanager

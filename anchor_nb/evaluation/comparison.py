@@ -248,16 +248,34 @@ class Side:
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #9c7adf68
+def mean_items(runs: list) -> dict: # of items of one task, one a training seed
+    "The mean values of the queries over training seeds; of other statistics those of the last."
+    if len(runs) == 1 or runs[-1]["statistic"] != "mean": return runs[-1]
+    return runs[-1] | dict(values={query: fmean(run["values"][query] for run in runs) for query in runs[-1]["values"]})
+
+def of_common_seeds(rows: list) -> list: # comparable, of the sides 0 and 1; `fewer`: whether some were left out
+    "The rows of each task of the training seeds that both sides have, since the interval is over these, if several."
+    seeds, kept = {}, []
+    for row in (row for last in last_steps(rows).values() for row in last):
+        seeds.setdefault(row["task"], ({}, {}))[row["label"]][row["training_seed"]] = None
+    for row in rows:
+        a, b = seeds.get(row["task"], ({}, {}))
+        common = a.keys() & b.keys()
+        if len(common) < 2: kept.append(row | dict(fewer=False))
+        elif row["training_seed"] in common: kept.append(row | dict(fewer=not a.keys() == b.keys()))
+    return kept
+
 def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> (rows, items, hits, tasks left out)
     "The comparable rows of two sides, under the labels 0 and 1, and what lies behind them."
     rows = [row | dict(label=place, known_as=row["label"]) for place, side in enumerate(sides) for row in side.rows()
             if not tasks or row["task"] in tasks]
-    both, items, hits = latest(rows), {}, {}
+    both, items, hits = of_common_seeds(latest(rows)), {}, {}
     for row in both:
         kept = evaluation_behind(row | dict(label=row["known_as"]), Path(sides[row["label"]].folder)/"per_query")
         if not kept: continue
-        if kept.items: items[row["label"], row["step"], row["task"]] = kept.items
+        if kept.items: items.setdefault((row["label"], row["step"], row["task"]), []).append(kept.items)
         hits.setdefault(row["task"], {}).update(kept.hits)
+    items = {who: mean_items(runs) for who, runs in items.items()}
     names = dict.fromkeys(row["task"] for row in rows)
     return both, items, hits, [task for task in names if parts_of(both, {}, [task]).keys() != {0, 1}]
 
@@ -288,12 +306,14 @@ def query_by_query(a: dict, b: dict, hits: dict, most: int = 5) -> dict: # items
 def one_task(names: list, tasks: list, rows: list, items: dict, hits: dict, line: dict) -> dict: # from `side_by_side`
     "The line of a comparison for one task, or for the mean of several; line: what it begins with."
     parts = parts_of(rows, items, tasks)
+    fewer = any(row["fewer"] for row in rows if row["task"] in tasks)
+    over = f", over the {len(parts[0].seeds)} training seeds that both have"*fewer
     scores = [100 * fmean(parts[place].seeds.values()) for place in (0, 1)]
     gap, (_, low, high) = scores[0] - scores[1], percent(difference(parts[0], parts[1]))
     noun = "queries" if line["documents"] else "items"
     single = query_by_query(parts[0].items[0], parts[1].items[0], hits.get(tasks[0], {})) if len(tasks) == 1 else {}
     return line | dict(first=scores[0], second=scores[1], difference=gap, low=low, high=high,
-                       verdict=in_words(names, gap, low, high, line["items"], noun), **single)
+                       verdict=in_words(names, gap, low, high, line["items"], noun) + over, **single)
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #86c0f423

@@ -7,7 +7,7 @@ __all__ = ['YARDSTICKS', 'Candidate', 'short_name', 'yardstick_of', 'candidates'
            'unlike_training']
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #392e6f77
-import hashlib, json, shlex
+import hashlib, json, os, shlex
 from typing import get_args
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,14 +56,15 @@ def checkpoints(source: str,            # run folder, model folder, hub id or sh
                 snapshots: bool = True, # with the snapshots of a stage-II run
                ) -> list:               # (stage-II step, model folder or name, run.json or "")
     "The checkpoints to evaluate under a name, by rising step; ValueError for an unfinished run."
+    source = os.path.expanduser(source)
     folder = Path(source)
     step_of = lambda path: int(path.name.removeprefix("step-"))
     if folder.name == "model" and (folder.parent/"run.json").is_file():
         return checkpoints(str(folder.parent), snapshots=False)
     if folder.parent.name == "snapshots" and (run := folder.parent.parent/"run.json").is_file():
-        return [(step_of(folder), str(source), str(run))]
+        return [(step_of(folder), source, str(run))]
     manifest = folder/"run.json"
-    if not manifest.is_file(): return [(0, str(source), "")]
+    if not manifest.is_file(): return [(0, source, "")]
     run = json.loads(manifest.read_text(encoding="utf-8"))
     if run.get("status") != "complete":
         raise ValueError(f"{manifest}: the run is {run.get('status')}; run its stage again with the same parameters "
@@ -142,6 +143,7 @@ def of_one(label: str, options: dict, snapshots: bool) -> list: # of `Candidate`
     if "bm25" not in (options["model"], options.get("library")) and not built_as(options["model"]):
         find_model(options["model"])
     given, chosen = {name: options[name] for name in OPTIONS[2:] if options.get(name) not in ("", None)}, []
+    if isinstance(given.get("adapter"), str): given["adapter"] = os.path.expanduser(given["adapter"])
     for step, source, manifest in checkpoints(options["model"], snapshots):
         library = options.get("library") or ("anchor_nb" if given.keys() & set(OURS) else library_of(source))
         if library not in LIBRARIES:

@@ -15,7 +15,7 @@ from ..core.files import write_text
 from .benchmarks import data_id, leaves, refuse_empty, rows_of, sizes, superseded_expected
 from .encoders import BM25
 from ..data.packages import pick
-from .significance import interval_of, statistic
+from .significance import average_precision, interval_of, statistic
 
 # %% ../../nbs/evaluation/04_measure.ipynb #19111e89
 SHOWN = dict(queries=300, hits=5, letters=240)
@@ -59,6 +59,14 @@ def watch_queries(task, values: dict, hits: dict):
     task.task_specific_scores = keep
 
 # %% ../../nbs/evaluation/04_measure.ipynb #76b93396
+# how mteb compares pairs; its max_ap is that of the best way
+SIGNS = dict(similarity_scores=1, cosine_scores=1, dot_scores=1, euclidean_distances=-1, manhattan_distances=-1)
+
+def of_best(gold, predictions: dict) -> np.ndarray: # [pairs]; predictions: name -> [pairs]
+    "The similarities of pairs by the way of comparing that has the highest average precision."
+    ways, everything = [sign*np.asarray(predictions[name]) for name, sign in SIGNS.items()], np.ones((1, len(gold)), int)
+    return max(ways, key=lambda way: average_precision(np.asarray(gold), way, everything)[0])
+
 def predicted_items(task, subset: str, split: str, predictions) -> dict: # item -> value or [gold, predicted]
     "The item values that follow from a task's saved predictions."
     rows, kind = rows_of(task, subset, split), task.metadata.type
@@ -69,7 +77,8 @@ def predicted_items(task, subset: str, split: str, predictions) -> dict: # item 
     if kind == "STS": gold, predicted = rows["score"], predictions["cosine_scores"]
     else:
         labels = rows[task.label_column_name]
-        gold, predicted = labels[0] if len(rows) == 1 else labels, predictions["similarity_scores"]
+        gold, best = labels[0] if len(rows) == 1 else labels, task.metadata.main_score == "max_ap"
+        predicted = of_best(gold, predictions) if best else predictions["similarity_scores"]
     return {k: [float(g), float(p)] for k, (g, p) in enumerate(zip(gold, predicted))}
 
 def read_predictions(task, folder: Path) -> dict: # "subset/split/item" -> value or [gold, predicted]

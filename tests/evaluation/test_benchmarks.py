@@ -294,6 +294,22 @@ def test_instructions_from_a_file(tmp_path):
         benchmarks.read_instructions(path)
 
 
+def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path/"asked.yaml").write_text("SciFact: Find it\n", encoding="utf-8")
+    task = find_task("SciFact")
+    scifact(tmp_path/"copies")
+    assert instructions_for([task], "~/asked.yaml") == {"SciFact": "Find it"}
+    assert benchmarks.instructions_id("~/asked.yaml") == benchmarks.instructions_id(str(tmp_path/"asked.yaml"))
+    made, = use_local_copies([task], "~/copies")
+    assert made.metadata.dataset["path"] == str((tmp_path/"copies/mteb/scifact").resolve())
+
+
+def test_an_instruction_with_an_address_is_left_as_it_is():
+    text = "Find what answers it, as https://example.org/how/ says"
+    assert instructions_for([find_task("SciFact")], text) == {"SciFact": text}
+
+
 # ---- house ----
 
 def test_only_the_warnings_of_superseded_tasks_are_silent(caplog):

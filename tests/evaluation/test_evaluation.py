@@ -14,7 +14,9 @@ from anchor_nb.data.corpora import build_corpus
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.evaluation.encoders import Candidate, Encoder, candidates, load, meta, revision
+from anchor_nb.evaluation.local_suite import local_task
 from anchor_nb.evaluation.measure import METRICS, evaluate_task
+from anchor_nb.evaluation.significance import interval_of
 from anchor_nb.runs.ledger import read_rows
 from anchor_nb.data.retrieval_sets import Retrieval, as_task
 from common import WORDS, shuffle, tasks
@@ -72,6 +74,16 @@ def test_texts_are_cut_where_the_checkpoint_says_unless_asked_otherwise(tmp_path
     assert load(candidate, "").mteb_model_meta.max_tokens == 12 and same(0) and not same(48)
 
 
+def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
+    AnchorEmbedder.from_pretrained("tiny", max_length=12).save_pretrained(str(tmp_path/"run/model"))
+    (tmp_path/"run/run.json").write_text(json.dumps(dict(stage="stage2", status="complete",
+                                                         recipe=dict(steps=4, seed=1))), encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert candidates({"mine": "~/run"}) == candidates({"mine": str(tmp_path/"run")})
+    with pytest.raises(ValueError, match="no adapter_config.json"):
+        candidates({"mine": dict(model="tiny", adapter="~/run")})
+
+
 def test_a_score_says_how_much_of_a_text_was_read(tmp_path):
     AnchorEmbedder.from_pretrained("tiny", max_length=12).save_pretrained(str(tmp_path/"short"))
     result = evaluate(tmp_path, str(tmp_path/"short"), "--task", write_set(tmp_path/"set", "set"), "-p",
@@ -90,6 +102,15 @@ def test_every_type_of_text_task_is_measured(tiny, tmp_path):
         assert found.queries > 0 and np.isfinite(found.score)
     assert len(seen) > 8 and all(seen[kind] for kind in ("Retrieval", "Reranking", "STS", "PairClassification",
                                                          "Classification")), seen
+
+
+def test_pairs_have_an_interval_whichever_way_of_comparing_them_is_best(tmp_path):
+    task = local_task("LocalToyPairs")
+    encoder = load(Candidate("tiny", "tiny"), "1", instructions={"LocalToyPairs": task.metadata.prompt})
+    result = evaluate_task(encoder, task, tmp_path) # its best is the Manhattan distance
+    assert interval_of(result.items).mean == pytest.approx(result.score, abs=1e-6)
+    path = next(tmp_path.rglob("LocalToyPairs.json"))
+    assert (scores := json.loads(path.read_text())["scores"]["test"][0])["max_ap"] > scores["similarity_ap"]
 
 
 def test_a_task_that_keeps_its_data_the_old_way(tmp_path):
