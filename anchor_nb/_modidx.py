@@ -95,6 +95,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'anchor_nb/analysis/compare.py'),
                                             'anchor_nb.analysis.compare.plain': ( 'analysis/compare.html#plain',
                                                                                   'anchor_nb/analysis/compare.py'),
+                                            'anchor_nb.analysis.compare.probed': ( 'analysis/compare.html#probed',
+                                                                                   'anchor_nb/analysis/compare.py'),
                                             'anchor_nb.analysis.compare.strangers': ( 'analysis/compare.html#strangers',
                                                                                       'anchor_nb/analysis/compare.py'),
                                             'anchor_nb.analysis.compare.total_cka': ( 'analysis/compare.html#total_cka',

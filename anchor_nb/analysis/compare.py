@@ -259,6 +259,10 @@ def evaluate(readers: dict, comparisons: dict, names: dict, alone: dict, sample:
 # %% ../../nbs/analysis/03_compare.ipynb #75beafc8
 PROBED = 8000 # texts of the probe at most, as many as in HRSA
 
+def probed(count: int, seed: int) -> list: # of numbers
+    "Which of so many texts the probe takes."
+    return sorted(np.random.default_rng(seed).permutation(count)[:PROBED].tolist())
+
 def analyse(readers: dict, texts: list, labels: list | None,
             settings: Settings) -> dict: # what `evaluate` gives, with probe and cost
     "Compare models that are loaded."
@@ -269,7 +273,7 @@ def analyse(readers: dict, texts: list, labels: list | None,
     comparisons, names, alone, sample = accumulate(readers, source, len(blocks)//2, settings)
     result = evaluate(readers, comparisons, names, alone, sample, settings) | dict(probe=None)
     if labels:
-        chosen = np.sort(np.random.default_rng(settings.seed).permutation(len(texts))[:PROBED])
+        chosen = probed(len(texts), settings.seed)
         a, b = [rows[chosen].numpy() for rows in vectors[:2]]
         result["probe"] = probe(a, b, [labels[n] for n in chosen], settings.seed)
     else: result["left_out"]["probe"] = "no labels; give a class for each text"
@@ -288,7 +292,7 @@ def digest(value) -> str:
     "A hash of plain values."
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-def checked(texts, labels) -> tuple: # (list, list or None)
+def checked(texts, labels, seed: int = 0) -> tuple: # (list, list or None)
     "Texts and labels as lists; ValueError for an empty text, or for labels that do not fit."
     texts = list(texts)
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]:
@@ -296,7 +300,7 @@ def checked(texts, labels) -> tuple: # (list, list or None)
     labels = None if labels is None else [str(label) for label in labels]
     if labels is not None and len(labels) != len(texts):
         raise ValueError(f"{len(texts)} texts and {len(labels)} labels; give one label for each text, or none at all")
-    if labels: split_by_class(labels) # before the models are loaded
+    if labels: split_by_class([labels[n] for n in probed(len(texts), seed)]) # before the models are loaded
     return texts, labels
 
 # %% ../../nbs/analysis/03_compare.ipynb #c8a00f28
@@ -309,7 +313,7 @@ def compare(a: str, b: str,            # run folder, model folder, adapter folde
             cache: bool = True,        # read a cached result, and keep this one
            ) -> dict:                  # plain values, None for what is undefined
     "Compare two models at all layers in one pass; ValueError for texts, labels or models that do not fit."
-    (texts, labels), paths = checked(texts, labels), dict(a=a, b=b) | (dict(twin=twin) if twin else {})
+    (texts, labels), paths = checked(texts, labels, settings.seed), dict(a=a, b=b) | (dict(twin=twin) if twin else {})
     content = {name: digest(model_files(path)) for name, path in paths.items()}
     key = digest([FORMAT, __version__, content, texts, labels, identity(settings)])
     file = cache_dir()/"similarity"/f"{key}.json"

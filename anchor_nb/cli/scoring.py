@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/cli/03_scoring.ipynb #09539773
 from pathlib import Path
+from shlex import quote
 
 import typer
 
@@ -26,7 +27,7 @@ DataRoot = option(str, "folder with local copies of hub datasets, as owner/name"
 
 def model_label(model: str) -> str: # runs/paper/anchor/model -> anchor
     "What a model is called in the ledger when it has no name."
-    path = Path(model)
+    path = Path(model) if Path(model).name.strip(".") else Path(model).resolve() # . and .. have no name
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 def labelled(models: list) -> dict: # label -> model
@@ -74,8 +75,8 @@ def evaluate(models: Models = [], benchmark: Benchmark = "", task: Task = [], da
             if error.reason.startswith("Unscored: "): answer_with_table(answer, out, list(labelled(models)))
             raise
         answer_with_table(answer, out, list(labelled(models)), f"\nThe executed notebook: {notebook}",
-                          f"Two models query by query: anchor-nb compare A B --ledger {out}",
-                          f"All of it on a page: anchor-nb report {out}")
+                          f"Two models query by query: anchor-nb compare A B --ledger {quote(str(out))}",
+                          f"All of it on a page: anchor-nb report {quote(str(out))}")
 
 # %% ../../nbs/cli/03_scoring.ipynb #99b7d2ed
 def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FOLDER:LABEL or a model -> Side

@@ -284,6 +284,7 @@ def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> 
 def in_words(names: list, mean: float, low, high, count: int, noun: str) -> str: # a minus b, in points
     "The verdict on a difference, no stronger than its interval allows."
     winner = shown_names(names)[names[0] if mean > 0 else names[1]]
+    if low is None and not mean: return "both score the same"
     if low is None: return f"{winner} is {abs(mean):.1f} points ahead; there are no values to take an interval from"
     if low > 0 or high < 0:
         near, far = sorted([abs(low), abs(high)])
