@@ -64,7 +64,8 @@ SIGNS = dict(similarity_scores=1, cosine_scores=1, dot_scores=1, euclidean_dista
 
 def of_best(gold, predictions: dict) -> np.ndarray: # [pairs]; predictions: name -> [pairs]
     "The similarities of pairs by the way of comparing that has the highest average precision."
-    ways, everything = [sign*np.asarray(predictions[name]) for name, sign in SIGNS.items()], np.ones((1, len(gold)), int)
+    ways = [sign*np.asarray(predictions[name]) for name, sign in SIGNS.items()]
+    everything = np.ones((1, len(gold)), int)
     return max(ways, key=lambda way: average_precision(np.asarray(gold), way, everything)[0])
 
 def predicted_items(task, subset: str, split: str, predictions) -> dict: # item -> value or [gold, predicted]
