@@ -146,6 +146,7 @@ def data_table(manifests: dict): # label -> manifest; -> DataFrame, a row for ea
 # %% ../../nbs/experiments/05_report.ipynb #4224ac3b
 def _verdict(interval, first: str, second: str, task: str) -> str: # interval: of first minus second
     "One sentence on a difference, no stronger than its interval allows."
+    task = "the "*task.startswith("mean of ") + task
     mean, low, high = (100 * value for value in (interval.mean, interval.low, interval.high))
     span = f"(95 % interval {low:+.1f} to {high:+.1f})"
     side = "above" if low > 0 else "below"
@@ -233,7 +234,9 @@ def cannot_show(manifests: dict, # label -> manifest
     if len(seeds) == 1:
         limits.append(f"One training seed ({seeds[0]}). The intervals cover the choice of queries only; another seed "
                       "can move a score as much.")
-    if len(seeds) > 1:
+    trained = {(row["label"], row["training_seed"]) for row in comparable(ledger)}
+    several = len(trained) > len({label for label, _ in trained})
+    if len(seeds) > 1 and not several:
         limits.append(f"Seeds differ between the runs ({', '.join(seeds)}), so a difference between them is due to "
                       "seed and method at once.")
     for row in {row["task"]: row for row in comparable(ledger)}.values():
@@ -241,8 +244,9 @@ def cannot_show(manifests: dict, # label -> manifest
             limits.append(f"{row['task']} was evaluated with {row['queries']:,} queries over {row['documents']:,} "
                           "documents. Its scores compare with each other, not with those of another cut.")
     if not is_the_papers(ledger):
-        return limits + ["The intervals say how far another sample of such queries could move a score. Queries of "
-                         "another kind are another task."]
+        sample = "training seed" if several else "sample of such queries"
+        return limits + [f"The intervals say how far another {sample} could move a score. Queries of another kind are "
+                         "another task."]
     return limits + [
         "The paper's scores are means of 15 MTEB tasks for models of 1B parameters and more. Only the pattern can be "
         "compared with ours, never the level.",
@@ -258,6 +262,7 @@ def result_caption(board: list) -> str: # from `comparison.scoreboard`
     sentences, tasks = [], {}
     for line in board: tasks.setdefault(line["task"], []).append(line)
     for task, lines in list(tasks.items())[:4]:
+        task = "the "*task.startswith("mean of ") + task
         first, yardstick = lines[0], next((line for line in lines if line["model"] == line["against"]), None)
         text = f"On {task}, {shown_name(first['model'])} is first with {first['score']:.1f} % {first['metric']}"
         ours = next((line for line in lines if line["model"] not in YARDSTICKS), None)
@@ -316,9 +321,16 @@ def examples_html(result: dict) -> str: # from `examples`
     return "\n".join(blocks)
 
 # %% ../../nbs/experiments/05_report.ipynb #b4abff73
+def scored_models(evaluations: list) -> dict: # of manifests -> label -> the model that was scored last under it
+    "What the labels of a ledger stand for."
+    named = {label: value for manifest in evaluations for label, value in manifest["recipe"]["models"].items()}
+    first = {label: value[0] if isinstance(value, list) else value for label, value in named.items() if value}
+    return {label: value["model"] if isinstance(value, dict) else value for label, value in first.items()}
+
 def next_step(folder: Path,    # what the report is of
               board: list,     # from `comparison.scoreboard`
               manifests: dict, # label -> manifest
+              models: dict = {}, # from `scored_models`
              ) -> tuple:       # (why, command)
     "The next command, with the reason for it."
     command = lambda *words: shlex.join(["anchor-nb", *map(str, words)])
@@ -329,17 +341,17 @@ def next_step(folder: Path,    # what the report is of
         model = Path(folder)/trained[-1] if trained else "MODEL"
         return "Nothing of yours is scored here yet.", command("evaluate", model, *exam)
     last = ours["model"] if ours["model"] in manifests else trained[-1] if trained else ""
+    model = models.get(ours["model"]) or (Path(folder)/last if last else ours["model"])
     if ours.get("verdict") == "better":
-        return ("It beats the yardsticks, so search with it.",
-                command("search", Path(folder)/last if last else ours["model"], "DOCUMENTS", "a question"))
+        return "It beats the yardsticks, so search with it.", command("search", model, "DOCUMENTS", "a question")
     if last and ours["against"]:
         pairs = manifests.get(last, {}).get("recipe", {}).get("data", "") or "PAIRS"
-        values = dict(model=Path(folder)/last, data=pairs, out=f"{folder}/negatives")
+        values = dict(model=model, data=pairs, out=f"{folder}/negatives")
         return ("It is not ahead of the best yardstick. Hard negatives from its own mistakes often help.",
                 command("mine", *(word for name, value in values.items() for word in ("-p", f"{name}={value}"))))
     rest = [line["model"] for line in board if line["task"] == ours["task"] and line["model"] != ours["model"]]
     if rest: return "See on which queries they differ.", command("compare", ours["model"], rest[0], "--ledger", folder)
-    return "A score alone says little.", command("evaluate", ours["model"], *exam)
+    return "A score alone says little.", command("evaluate", model, *exam)
 
 # %% ../../nbs/experiments/05_report.ipynb #9eee043b
 PAGE = """<!doctype html>

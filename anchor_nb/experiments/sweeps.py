@@ -49,7 +49,7 @@ def sweep_file(name: str) -> Path: # a path, or a name of the sweeps of the pack
 def check_overrides(overrides: dict, where: str) -> dict:
     "Refuse an address that names no parameter of a stage."
     for address in overrides:
-        stage, _, parameter = address.partition(".")
+        stage, _, parameter = str(address).partition(".")
         if stage not in ("prepare", *TRAINING, "evaluate") or not parameter:
             raise ValueError(f"{where}: {address!r} is no parameter; write stage.parameter, such as stage1.alpha")
         if parameter == "out":
@@ -96,7 +96,10 @@ class Arm:
 
 def of_grid(grid: dict) -> dict: # label -> {address: value}
     "An arm for each combination of a grid's values."
-    short = {address: address.partition(".")[2] for address in grid}
+    if not isinstance(grid, dict) or [] in grid.values():
+        raise ValueError(f"grid: {grid!r} has nothing to combine; write stage.parameter: [values], such as "
+                         "stage2.temperature: [0.02, 0.05]")
+    short = {address: str(address).partition(".")[2] for address in grid}
     if len(set(short.values())) < len(short): short = {address: address for address in grid}
     lists = [values if isinstance(values, list) else [values] for values in grid.values()]
     combinations = [dict(zip(grid, values)) for values in itertools.product(*lists)]
@@ -109,11 +112,15 @@ def arms_of(sweep: dict) -> list: # of `Arm`
     grids, combinations = sweep["grid"] if isinstance(sweep["grid"], list) else [sweep["grid"]], []
     named = [*sweep["arms"].items(), *(item for grid in grids if grid for item in of_grid(grid).items())]
     for label, changes in named or [("anchor", {})]:
-        changes = dict(changes or {})
+        label, changes = str(label), {} if changes is None else changes
+        if not isinstance(changes, dict):
+            raise ValueError(f"arm {label} is {changes!r}; write stage.parameter: value, such as stage1.alpha: 0.5")
+        changes = dict(changes)
         start = changes.pop("preset", sweep["preset"])
         if start not in presets():
             raise ValueError(f"arm {label}: no preset {start!r}; there are {', '.join(presets())}")
-        stages = tuple(changes.pop("stages", methods().get(start, {}).get("stages", TRAINING)))
+        stages = changes.pop("stages", methods().get(start, {}).get("stages", TRAINING)) or ()
+        stages = (stages,) if isinstance(stages, str) else tuple(stages)
         if unknown := set(stages) - set(TRAINING):
             raise ValueError(f"arm {label}: stages has {unknown.pop()!r}; choose among {', '.join(TRAINING)}")
         check_overrides(changes, f"arm {label}")
