@@ -1766,6 +1766,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_nb/experiments/slurm.py'),
                                              'anchor_nb.experiments.slurm.submit_stage': ( 'experiments/slurm.html#submit_stage',
                                                                                            'anchor_nb/experiments/slurm.py'),
+                                             'anchor_nb.experiments.slurm.typed': ( 'experiments/slurm.html#typed',
+                                                                                    'anchor_nb/experiments/slurm.py'),
                                              'anchor_nb.experiments.slurm.with_defaults': ( 'experiments/slurm.html#with_defaults',
                                                                                             'anchor_nb/experiments/slurm.py'),
                                              'anchor_nb.experiments.slurm.write_job': ( 'experiments/slurm.html#write_job',

@@ -6,7 +6,9 @@
 __all__ = ['submit_stage']
 
 # %% ../../nbs/experiments/02_slurm.ipynb #d1e61903
+import inspect
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from ..runs.launch import die_with, environment
 from ..core.redaction import hide, secret_values, without_secrets
+from ..core.settings import from_yaml
 from .stages import checked, placed, run_stage, stage_notebook
 from ..runs.ledger import read_json, write_json
 from .torchrun import TRAINING, train_stage
@@ -102,11 +105,19 @@ class StageJob:
         return DelayedSubmission(StageJob(self.job))
 
 # %% ../../nbs/experiments/02_slurm.ipynb #97d56cd6
-def slurm_options(pairs: dict) -> dict: # name -> text or value, as a shell or YAML gives it
-    "Options of `sbatch` with numbers as numbers; ValueError when the time is not in minutes."
-    words = dict(true=True, false=False)
-    value = lambda text: int(text) if str(text).isdigit() else words.get(str(text).lower(), text)
-    options = {name.strip().lstrip("-").replace("-", "_"): value(text) for name, text in pairs.items()}
+LINES = ("setup", "teardown", "srun_args") # options that may have several lines
+
+def typed(name: str, text): # text or value, as a shell or YAML gives it
+    "The value of an option: numbers as numbers, lists and mappings read as YAML."
+    if isinstance(text, str) and text[:1] in ("[", "{"): text = from_yaml(name, text)
+    if name in LINES and isinstance(text, str): return [text]
+    if str(text).isdigit() and str(int(text)) == str(text): return int(text) # an account may begin with 0
+    return dict(true=True, false=False).get(str(text).lower(), text)
+
+def slurm_options(pairs: dict) -> dict: # name -> text or value, as for `typed`
+    "Options of `sbatch` with their values; ValueError when the time is not in minutes."
+    names = {given: given.strip().lstrip("-").replace("-", "_") for given in pairs}
+    options = {name: typed(name, pairs[given]) for given, name in names.items()}
     if not isinstance(options.get("time", 1), int):
         raise ValueError(f"time={options['time']}: give the minutes as a number, such as time=240")
     return options
@@ -121,11 +132,15 @@ def batch_file(options: dict, folder: Path) -> str: # options: from `slurm_optio
     try: from submitit.slurm.slurm import _make_sbatch_string as text_of
     except ImportError:
         raise RuntimeError("submitit is not installed; pip install anchor_nb[slurm]") from None
-    command = f"{sys.executable} -u -m submitit.core._submit {Path(folder).resolve()}"
-    try: return text_of(command=command, folder=Path(folder), **with_defaults(options))
-    except TypeError as error:
-        raise ValueError(f"Slurm: {str(error).partition(' ')[2]}; anchor_nb passes on the options of submitit, others "
-                         "go as additional_parameters") from None
+    known = inspect.signature(text_of).parameters.keys() - {"command", "folder"}
+    if unknown := sorted(options.keys() - known):
+        raise ValueError(f"Slurm: submitit has no option {unknown[0]}, only {', '.join(sorted(known))}; what sbatch "
+                         f"has beside these goes as additional_parameters={{{unknown[0]}: {options[unknown[0]]}}}")
+    if not isinstance(more := options.get("additional_parameters", {}), dict):
+        raise ValueError(f"Slurm: additional_parameters={more} is no mapping; write it like "
+                         "additional_parameters={reservation: mine}")
+    command = f"{sys.executable} -u -m submitit.core._submit {shlex.quote(str(Path(folder).resolve()))}"
+    return text_of(command=command, folder=Path(folder), **with_defaults(options))
 
 # %% ../../nbs/experiments/02_slurm.ipynb #9a38f39e
 def executor(folder: Path, options: dict):
