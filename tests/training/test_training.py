@@ -105,7 +105,8 @@ def test_an_encoder_is_tuned_on_one_gpu_with_the_batch_that_was_asked_for(monkey
     def eight_gpus(settings, real=TrainingArguments.__post_init__):
         real(settings)
         settings._n_gpu = 8
-    seen, encoder = [], SimpleNamespace(model_card_data=SimpleNamespace(), device=torch.device("cpu"))
+    seen, encoder = [], SimpleNamespace(model_card_data=SimpleNamespace(), device=torch.device("cuda"),
+                                    modules=list)
     monkeypatch.setattr(TrainingArguments, "__post_init__", eight_gpus)
     monkeypatch.setattr(sentence_transformers, "SentenceTransformerTrainer", Trainer)
     fit(encoder, [dict(query="a", positives=["b"], negatives=[])]*40, None, 1e-4, 1, 32, 0)
