@@ -8,7 +8,6 @@ __all__ = ['RECIPES', 'paper', 'Training', 'Stage1', 'Stage2', 'Prepare', 'Mine'
 
 # %% ../../nbs/core/01_recipe.ipynb #56ac48ab
 import json
-import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -57,7 +56,7 @@ def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?,
             (0 < recipe.schedule_steps < recipe.steps,
              f"schedule_steps={recipe.schedule_steps} ends before steps={recipe.steps}; give 0 or at least steps"),
             (not are_numbers(recipe.ratios), f"ratios must be numbers of at least 0, they are {recipe.ratios}"),
-            (bool(set(recipe.trackers) - set(TRACKERS)),
+            (bool(set(map(str, recipe.trackers)) - set(TRACKERS)),
              f"trackers={recipe.trackers}; choose among {', '.join(TRACKERS)}"),
             (not fits(recipe.instruction_format), f"instruction_format={recipe.instruction_format!r} must end with "
                                                 "{text} and may hold {instruction}, nothing else")]
@@ -102,7 +101,7 @@ class Training(Recipe):
     pooling: str = setting("eos", "which states become the embedding: eos, mean, content_mean, echo_mean, tokens, ...",
                            "paper: the state at [EOS]", POOLINGS, group="pooling")
     pooling_tokens: int = setting(0, "tokens added before [EOS]; pooling tokens takes the mean of their states",
-                                  "LLaMA2Vec's code: 8 a prompt", group="pooling")
+                                  "LLaMA2Vec's code: 8 a prompt", group="pooling", bound=">=0")
     warmup_steps: int = setting(-1, "steps of linear warm-up; -1: by preset, fewer in proportion in shorter runs",
                                 "paper: 300 in stage I; authors' code: 300 in stage II too; laptop: a tenth",
                                 group="optimizer")
@@ -163,7 +162,7 @@ class Stage1(Training):
                            group="first", bound="[0,1]")
     lora_rank: int = setting(0, "rank of the adapters on all linear projections; 0: all parameters train",
                              "paper: all parameters", group="first", bound=">=0")
-    lora_alpha: int = setting(32, "scale of the adapters", "LLM2Vec: twice the rank", group="optimizer")
+    lora_alpha: int = setting(32, "scale of the adapters", "LLM2Vec: twice the rank", group="optimizer", bound=">0")
     lora_dropout: float = setting(0.0, "dropout in the adapters", "LLM2Vec: 0.05", group="optimizer", bound="[0,1)")
     decode_from: str = setting("content", "decoded from the anchor: content, or the sequence with its template",
                                "ours; the authors' code decodes the whole sequence", ("content", "sequence"),
@@ -245,7 +244,8 @@ class Stage2(Training):
                              bound=">=0")
     lora_rank: int = setting(16, "rank of the adapters on all linear projections; 0: all parameters train",
                              "paper: LoRA rank 16; gritlm-re: all parameters", group="first", bound=">=0")
-    lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank", group="optimizer")
+    lora_alpha: int = setting(32, "scale of the adapters", "authors' code: twice the rank", group="optimizer",
+                             bound=">0")
     lora_dropout: float = setting(0.0, "dropout in the adapters; over 0, results depend on the micro-batches",
                                   "ours; 0.05 in the authors' script", group="optimizer", bound="[0,1)")
     few_shot: int = setting(0, "most examples shown before a query; 0: none", "bge-en-icl: 5", group="texts",
@@ -275,7 +275,8 @@ class Stage2(Training):
                                         group="distillation", bound=">=0")
     sigreg: float = setting(0.0, "weight of the regulariser that makes embeddings isotropic",
                             "paper: none; gritlm-re: 0.05, growing with the batch", group="isotropy", bound=">=0")
-    snapshot_steps: int = setting(0, "steps between kept adapters; 0: none", "figure 2: every 25", group="run")
+    snapshot_steps: int = setting(0, "steps between kept adapters; 0: none", "figure 2: every 25", group="run",
+                                  bound=">=0")
 
     def problems(self):
         sizes = self.matryoshka_dims
@@ -285,7 +286,6 @@ class Stage2(Training):
              "guide is set and margin is none; give margin=absolute or relative"),
             (not whole or len(set(sizes)) < len(sizes),
              f"matryoshka_dims must be different whole numbers over 0, they are {sizes}"),
-            (not math.isfinite(self.margin_size), f"margin_size must be a number, it is {self.margin_size}"),
             (self.margin_size != 0 and self.margin == "none",
              f"margin_size={self.margin_size} and margin is none; give margin=absolute or relative"),
             (bool(self.without_in_batch) and self.negatives == 0,
@@ -347,7 +347,8 @@ class Mine(Recipe):
     seed: int = setting(0, "seed of choose random", "ours")
     vectors: str = setting("", "folder of stored vectors that runs may share; empty: out/vectors", how=True)
     processes: int = setting(1, "processes that encode; 0: one for each GPU", how=True, bound=">=0")
-    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", how=True)
+    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", how=True,
+                                bound=">=0")
 
     def problems(self):
         return [(not self.data, "data is empty; name a folder of pairs"),
@@ -393,7 +394,7 @@ class Evaluate(Recipe):
                              reads="files")
     devices: list = setting([], "such as cuda:0 and cuda:1; empty: a GPU if there is one, else the CPU", how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU",
-                                "ours: it changes speed and memory only", how=True)
+                                "ours: it changes speed and memory only", how=True, bound=">=0")
 
     def problems(self):
         return [(not self.tasks and not self.benchmark,
@@ -434,7 +435,7 @@ class Analyse(Recipe):
     neighbours: list = setting([5, 10, 50], "sizes of the neighbourhoods", "HRSA: 5, 10, 50")
     snapshots: bool = setting(True, "geometry of the snapshots of stage II too", "ours")
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU",
-                                "ours: it changes speed and memory only", how=True)
+                                "ours: it changes speed and memory only", how=True, bound=">=0")
 
     def problems(self):
         sizes = self.neighbours
