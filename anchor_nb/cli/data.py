@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/cli/04_data.ipynb #8e18baa0
 import math
 import os
+import shlex
 
 import typer
 
@@ -55,8 +56,8 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exa
     with answering(as_json) as answer:
         facts = split_pairs(data, out, share, queries, by, seed, read_columns(columns))
         answer(facts, *map(printable, split_lines(facts, out)),
-               f"next: anchor-nb stage2 --data {out}/pairs --out runs/mine",
-               f"then: anchor-nb evaluate runs/mine --task {out}/exam")
+               f"next: anchor-nb stage2 --data {shlex.quote(f'{out}/pairs')} --out runs/mine",
+               f"then: anchor-nb evaluate runs/mine --task {shlex.quote(f'{out}/exam')}")
 
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0
 Format = option(str, "anchor_nb, gritlm or columns", "--format")

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/cli/03_scoring.ipynb #09539773
+import shlex
 from pathlib import Path
 
 import typer
@@ -74,8 +75,8 @@ def evaluate(models: Models = [], benchmark: Benchmark = "", task: Task = [], da
             if error.reason.startswith("Unscored: "): answer_with_table(answer, out, list(labelled(models)))
             raise
         answer_with_table(answer, out, list(labelled(models)), f"\nThe executed notebook: {notebook}",
-                          f"Two models query by query: anchor-nb compare A B --ledger {out}",
-                          f"All of it on a page: anchor-nb report {out}")
+                          f"Two models query by query: anchor-nb compare A B --ledger {shlex.quote(str(out))}",
+                          f"All of it on a page: anchor-nb report {shlex.quote(str(out))}")
 
 # %% ../../nbs/cli/03_scoring.ipynb #99b7d2ed
 def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FOLDER:LABEL or a model -> Side

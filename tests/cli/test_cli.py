@@ -129,6 +129,8 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["filter", "nowhere", "--out", "kept", "--min-margin", "0.5", "--max-margin", "0.1"], "0.5"),
     (["dedup", "nowhere", "--out", "kept", "--remove", "some"], "some"),
     (["merge", "tiny", "--out", "soup"], "two"),
+    (["plan", "--sharding", "fsdp"], "sharding='fsdp'\nchoose one of ddp, fsdp2"),
+    (["plan", "--rank", "-1"], "lora_rank must not be negative"),
     (["submit", "stage1", "-p", "step=5"], "did you mean steps?"),
     (["encode", "nowhere", "--out", "vectors", "-p", "shard_row=9"], "did you mean shard_rows?"),
     (["encode", "nowhere", "--out", "vectors", "-p", "shard_rows=many"], "write it like shard_rows=8"),
