@@ -8,6 +8,7 @@ __all__ = ['RECIPES', 'paper', 'Training', 'Stage1', 'Stage2', 'Prepare', 'Mine'
 
 # %% ../../nbs/core/01_recipe.ipynb #56ac48ab
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -37,7 +38,7 @@ def fits(instruction_format: str) -> bool:
 
 def are_numbers(weights: dict) -> bool: # of at least 0
     "Whether all weights are numbers and none is negative."
-    return all(isinstance(value, (int, float)) and value >= 0 for value in weights.values())
+    return all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in weights.values())
 
 # %% ../../nbs/core/01_recipe.ipynb #b71d3e22
 def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?, what to say)
@@ -400,6 +401,8 @@ class Evaluate(Recipe):
         return [(not self.tasks and not self.benchmark,
                  "tasks and benchmark are empty; name a benchmark, a task, or a folder of an evaluation set, such as "
                  "prepare writes under eval/"),
+                (not all(isinstance(task, str) for task in self.tasks),
+                 f"tasks={self.tasks} must be names and folders; put a number in quotes, or give it as --task"),
                 (not self.models and not self.yardsticks,
                  "models and yardsticks are empty; name a model as {label: folder}"),
                 (not set(map(str, self.yardsticks)) <= {"bm25", "minilm"},

@@ -105,6 +105,8 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["stage2"], "stage2 has no data\nname your pairs, `anchor-nb stage2 --data pairs.csv`, or try all stages"),
     (["mine"], "data is empty\nname a folder of pairs"),
     (["evaluate"], "tasks and benchmark are empty\nname a benchmark"),
+    (["evaluate", "tiny", "--tasks", "2024"], "tasks=[2024] must be names and folders\nput a number in quotes"),
+    (["stage1", "--objectives", "anchor=.inf"], "objectives={'anchor': inf}\ngive each a weight over 0"),
     (["stage1", "-p", "alpha=2"], "alpha must lie in [0, 1]"),
     (["stage1", "-p", "steps"], "write -p name=value"),
     (["stage1", "--preset", "smok"], "no preset 'smok'\nthere are"),

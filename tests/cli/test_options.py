@@ -1,10 +1,12 @@
 "Settings as options, the names that other libraries use, and what is refused before a notebook starts."
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import warm
@@ -46,6 +48,17 @@ def test_lists_mappings_and_flags():
     assert shown["ratios"] == {"wiki": 2, "toy": 0.5} and shown["data"] == "pairs.csv"
     assert shown["compile"] is True and shown["mask_false_negatives"] is False
     assert settings("stage2", "--data", "pairs.csv", "--no-mask-false-negatives")["mask_false_negatives"] is False
+    shown = settings("evaluate", "--models", "a=tiny", "--models", "b=runs/x", "--task", "2024")
+    assert shown["models"] == dict(a="tiny", b="runs/x") and shown["tasks"] == ["2024"]
+
+
+@pytest.mark.parametrize("stage", list(RECIPES))
+def test_every_option_that_the_help_lists_is_there(stage):
+    params = get_command(app).commands[stage].params
+    known = {name for param in params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+    known |= {f"--{param.name}" for param in params if param.param_type_name == "argument" and param.nargs == 1}
+    shown = invoke(stage, "--help").output + invoke(stage, "--help-all").output
+    assert set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.M)) <= known
 
 
 @pytest.mark.parametrize("words", [("--lr", "1e-4"), ("-p", "lr=1e-4"), ("--learning_rate", "1e-4")])
