@@ -245,6 +245,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'anchor_nb.cli.app.answering': ('cli/app.html#answering', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.argument': ('cli/app.html#argument', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.as_text': ('cli/app.html#as_text', 'anchor_nb/cli/app.py'),
+                                   'anchor_nb.cli.app.at_home': ('cli/app.html#at_home', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.basics': ('cli/app.html#basics', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.common': ('cli/app.html#common', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.complete_from': ('cli/app.html#complete_from', 'anchor_nb/cli/app.py'),

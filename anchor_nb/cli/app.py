@@ -119,13 +119,18 @@ def spelled(word: str) -> tuple: # "--max_length=8" -> ("max-length", "8"); no o
     name, _, value = word.removeprefix("--").partition("=")
     return (name.replace("_", "-"), value) if word.startswith("--") else ("", "")
 
+def at_home(word: str) -> str: # "--out=~/x" -> "--out=/home/me/x", which no shell does
+    "A word with the home folder in place of a ~ behind its equals sign."
+    name, equals, value = word.partition("=")
+    return name + equals + os.path.expanduser(value) if equals else word
+
 def named_alike(params: list, args: list) -> tuple: # -> (words for typer, argument -> value given by name)
     "The words of a command in the form in which typer knows them."
     options = {opt for param in params for opt in param.opts if param.param_type_name == "option"}
     places = {param.name.replace("_", "-"): param.name for param in params
               if param.param_type_name == "argument" and param.nargs == 1}
     flags = {param.opts[0] for param in params if param.secondary_opts}
-    words, named, rest = [], {}, list(args)
+    words, named, rest = [], {}, [*map(at_home, args)]
     while rest:
         word = rest.pop(0)
         if word == "--": return [*words, word, *rest], named

@@ -56,6 +56,7 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
 # %% ../../nbs/cli/05_models.ipynb #df656516
 Bm25 = option(float | None, "weight of BM25 beside the vectors, from 0 to 1; default: as `adapt` chose for the model, "
                             "else 0")
+Columns = option(str, "columns that hold our fields, such as '{text: inhalt, id: nr}'", "--columns")
 
 @app.command("search", rich_help_panel=USE)
 def search(model: Model,
@@ -68,7 +69,7 @@ def search(model: Model,
            field: option(str, "of a row: its text; default: text, with the title before it") = "",
            id_field: option(str, "of a row: its id") = "",
            truncate_dim: option(int, "keep so many numbers of a vector; 0: all") = 0,
-           columns: option(str, "columns that hold our fields, such as '{text: inhalt, id: nr}'", "--columns") = "",
+           columns: Columns = "",
            bm25: Bm25 = None, as_json: AsJson = False):
     "The texts of a corpus that are nearest to a query."
     from anchor_nb.inference.search import search_corpus
@@ -191,15 +192,16 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
                                                  "wiki or toy", metavar="MODEL [MODEL] CORPUS"),
           host: option(str, "address to listen at; the page has no password, so you are warned where others can "
                             "reach it") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
-          k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k") = 10,
+          k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k", min=1) = 10,
           keep: option(str, "folder in which the encoded corpus is kept, so that the page is there at once the next "
                             "time") = "",
-          bm25: Bm25 = None, max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
+          bm25: Bm25 = None, columns: Columns = "",
+          max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
           device: option(str, "such as cuda:1 or cpu; empty: a GPU where there is one") = ""):
     "A search page in the browser: a corpus ranked by one model, or by two side by side. Ctrl-C ends it."
     from anchor_nb.release.serving import serve
     serve(models_and_corpus[:-1], models_and_corpus[-1], host, port, k, keep=keep, bm25=bm25,
-          max_length=max_length, device=device)
+          columns=read_columns(columns), max_length=max_length, device=device)
 
 # %% ../../nbs/cli/05_models.ipynb #bafac5be
 @app.command("merge", rich_help_panel=USE)

@@ -20,7 +20,7 @@ from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterF
                                spelled_out, takes_settings)
 
 # %% ../../nbs/cli/03_scoring.ipynb #cfff1636
-Models = argument(list[str], f"{MODEL_HELP}; one or several; none: the models of the parameters", metavar="[MODEL]...")
+Models = argument(list[str], f"{MODEL_HELP}; one or several; none: the models of the parameters", metavar="MODEL")
 Benchmark = option(str, "a benchmark by name; `anchor-nb benchmarks` lists them", "--benchmark")
 Task = option(list[str], "a task by name, or a folder; give it as often as you need", "--task")
 DataRoot = option(str, "folder with local copies of hub datasets, as owner/name", "--data-root")
@@ -61,20 +61,20 @@ def answer_with_table(answer, out: Path, models: list, *lines: str):
 
 @app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
 @takes_settings("evaluate")
-def evaluate(models: Models = [], benchmark: Benchmark = "", task: Task = [], data_root: DataRoot = "",
+def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], data_root: DataRoot = "",
              as_json: AsJson = False, parameter: Parameters = [], preset: Preset = "",
              file: ParameterFile = None, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
              help_all: HelpAll = False):
     with answering(as_json) as answer:
         given = gather("evaluate", preset, file, [])
-        values = evaluate_parameters(models, benchmark, task, data_root, given, read_pairs(parameter))
+        values = evaluate_parameters(places, benchmark, task, data_root, given, read_pairs(parameter))
         if dry_run: return answer(*spelled_out("evaluate", values))
-        out = folder_of("evaluate", values)
+        out, asked = folder_of("evaluate", values), list(labelled(places))
         try: notebook = run_stage("evaluate", values, output, log=not quiet)
         except StageError as error:
-            if error.reason.startswith("Unscored: "): answer_with_table(answer, out, list(labelled(models)))
+            if error.reason.startswith("Unscored: "): answer_with_table(answer, out, asked)
             raise
-        answer_with_table(answer, out, list(labelled(models)), f"\nThe executed notebook: {notebook}",
+        answer_with_table(answer, out, asked, f"\nThe executed notebook: {notebook}",
                           f"Two models query by query: anchor-nb compare A B --ledger {quote(str(out))}",
                           f"All of it on a page: anchor-nb report {quote(str(out))}")
 

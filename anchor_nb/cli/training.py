@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/cli/02_training.ipynb #38369be8
 import inspect
+import shlex
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -107,7 +108,8 @@ def told(place: Path, quiet: bool, search: bool) -> dict: # place: OUT of `adapt
     if search:
         from anchor_nb.release.serving import serve
         serve(models, passages, keep=f"{place}/search", bm25=bm25)
-    else: typer.echo(" ".join(["next: anchor-nb serve", *models, passages, *([f"--bm25 {bm25:g}"] if bm25 else [])]))
+    else: typer.echo("next: " + shlex.join(["anchor-nb", "serve", *models, passages,
+                                            *(["--bm25", f"{bm25:g}"] if bm25 else [])]))
     return result
 
 @app.command("adapt", rich_help_panel=START, help=RECIPES["adapt"].__doc__)
@@ -179,25 +181,27 @@ def machine_for(shape, gpus: int, gpu_memory: float, rate: float, precision: str
 @app.command("plan", rich_help_panel=SCALE)
 def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.2-1b") = "smollm2-135m",
              data: option(str, "your pairs, whose rows and lengths are counted") = "",
-             gpus: option(int, "plan for so many GPUs; default: this machine", show_default=False) = 0,
-             gpu_memory: option(float, "GB of each GPU; default: this machine's, else 80", show_default=False) = 0,
+             gpus: option(int, "plan for so many GPUs; default: this machine", min=0, show_default=False) = 0,
+             gpu_memory: option(float, "GB of each GPU; default: this machine's, else 80", min=0,
+                                show_default=False) = 0,
              steps: option(int, "optimizer steps; default: the preset's", show_default=False) = 0,
              global_batch: option(int, "examples of a step; default: the preset's", show_default=False) = 0,
              max_length: option(int, "tokens of one text at most; default: the preset's", show_default=False) = 0,
-             mean_query: option(int, "tokens of a query on average; default: as in data, else 25",
+             mean_query: option(int, "tokens of a query on average; default: as in data, else 25", min=0,
                                 show_default=False) = 0,
-             mean_document: option(int, "tokens of a document on average; default: as in data, else 180",
+             mean_document: option(int, "tokens of a document on average; default: as in data, else 180", min=0,
                                    show_default=False) = 0,
              precision: option(str, "fp32, bf16 or pure_bf16; auto: as training chooses") = "auto",
              optimizer: option(str, "adamw or adamw_8bit") = "adamw",
              sharding: option(str, "ddp or fsdp2") = "ddp",
              rank: option(int, "rank of stage II's adapters; 0: all parameters train") = 16,
-             rate: option(float, "10^12 operations a second of a GPU's matrix products; default: measured here",
+             rate: option(float, "10^12 operations a second of a GPU's matrix products; default: measured here", min=0,
                           show_default=False) = 0,
              as_json: AsJson = False):
     "Minutes and memory of each stage, on this machine or on GPUs you describe. Exit code 1 where one does not fit."
     from anchor_nb.training import plan as planning
     from anchor_nb.training.flops import find_shape
+    RECIPES["stage2"](precision=precision, optimizer=optimizer, sharding=sharding, lora_rank=rank) # ValueError
     with answering(as_json) as answer:
         machine = machine_for(find_shape(model), gpus, gpu_memory, rate, precision)
         pairs = planning.measure_pairs(data, model) if data else planning.Pairs()

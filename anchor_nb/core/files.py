@@ -172,13 +172,15 @@ def local_places(source) -> list: # a path, an address, or a .yaml file that lis
         return [str(Path(*parts[:wild]))]
     path, whole = Path(source), str(source).rpartition(":")[0] # of a split, such as folder:train
     if not path.exists() and whole and Path(whole).exists(): return [whole]
-    if path.suffix.lower() not in (".yaml", ".yml") or not path.is_file(): return [source]
+    is_mixture = lambda name: name.lower().endswith((".yaml", ".yml"))
+    if not is_mixture(source) or not path.is_file(): return [source]
     import yaml
     try: named = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError): return [source] # which is said when it is read
     listed = named.values() if isinstance(named, dict) else ()
     at_home = lambda item: item if "://" in item else str(path.parent/Path(item).expanduser())
-    return [source, *(place for item in listed if isinstance(item, str) for place in local_places(at_home(item)))]
+    inside = [at_home(item) for item in listed if isinstance(item, str) and not is_mixture(item)] # may not hold others
+    return [source, *(place for item in inside for place in local_places(item))]
 
 def keep_apart(out: str | Path, # what will be written, file or folder
                **sources):      # parameter -> path, or list of paths; values that are not local paths are ignored
@@ -207,8 +209,8 @@ def saving(part: Path, name: str, clean: bool = True): # clean: whether this pro
     except Exception as error:
         if clean: shutil.rmtree(part, ignore_errors=True)
         text = str(error)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text
-        full = full or "quota" in text.lower()
+        full = (getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+                or re.search("No space left|Dis[ck] quota exceeded", text)) # as Rust and C++ say it
         if not full and not ("PytorchStreamWriter" in text and shutil.disk_usage(part.parent).free < 2**26):
             raise
         reason = (f"the disk is full: {name} could not be written, and what was saved before is unchanged; free some "

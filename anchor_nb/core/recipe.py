@@ -38,7 +38,7 @@ def fits(instruction_format: str) -> bool:
 
 def are_numbers(weights: dict) -> bool: # of at least 0
     "Whether all weights are numbers and none is negative."
-    return all(isinstance(value, (int, float)) and value >= 0 for value in weights.values())
+    return all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in weights.values())
 
 # %% ../../nbs/core/01_recipe.ipynb #b71d3e22
 def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?, what to say)
@@ -57,7 +57,7 @@ def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?,
             (0 < recipe.schedule_steps < recipe.steps,
              f"schedule_steps={recipe.schedule_steps} ends before steps={recipe.steps}; give 0 or at least steps"),
             (not are_numbers(recipe.ratios), f"ratios must be numbers of at least 0, they are {recipe.ratios}"),
-            (bool(set(recipe.trackers) - set(TRACKERS)),
+            (bool(set(map(str, recipe.trackers)) - set(TRACKERS)),
              f"trackers={recipe.trackers}; choose among {', '.join(TRACKERS)}"),
             (not fits(recipe.instruction_format), f"instruction_format={recipe.instruction_format!r} must end with "
                                                 "{text} and may hold {instruction}, nothing else")]
@@ -103,7 +103,7 @@ class Training(Recipe):
     pooling: str = setting("eos", "which states become the embedding: eos, mean, content_mean, echo_mean, tokens, ...",
                            "paper: the state at [EOS]", POOLINGS, group="pooling")
     pooling_tokens: int = setting(0, "tokens added before [EOS]; pooling tokens takes the mean of their states",
-                                  "LLaMA2Vec's code: 8 a prompt", group="pooling")
+                                  "LLaMA2Vec's code: 8 a prompt", group="pooling", bound=">=0")
     warmup_steps: int = setting(-1, "steps of linear warm-up; -1: by preset, fewer in proportion in shorter runs",
                                 "paper: 300 in stage I; authors' code: 300 in stage II too; laptop: a tenth",
                                 group="optimizer")
@@ -288,7 +288,6 @@ class Stage2(Training):
              "guide is set and margin is none; give margin=absolute or relative"),
             (not whole or len(set(sizes)) < len(sizes),
              f"matryoshka_dims must be different whole numbers over 0, they are {sizes}"),
-            (not math.isfinite(self.margin_size), f"margin_size must be a number, it is {self.margin_size}"),
             (self.margin_size != 0 and self.margin == "none",
              f"margin_size={self.margin_size} and margin is none; give margin=absolute or relative"),
             (bool(self.without_in_batch) and self.negatives == 0,
@@ -350,7 +349,8 @@ class Mine(Recipe):
     seed: int = setting(0, "seed of choose random", "ours")
     vectors: str = setting("", "folder of stored vectors that runs may share; empty: out/vectors", how=True)
     processes: int = setting(1, "processes that encode; 0: one for each GPU", how=True, bound=">=0")
-    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", how=True)
+    micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", how=True,
+                                bound=">=0")
 
     def problems(self):
         return [(not self.data, "data is empty; name a folder of pairs"),
@@ -396,12 +396,14 @@ class Evaluate(Recipe):
                              reads="files")
     devices: list = setting([], "such as cuda:0 and cuda:1; empty: a GPU if there is one, else the CPU", how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU",
-                                "ours: it changes speed and memory only", how=True)
+                                "ours: it changes speed and memory only", how=True, bound=">=0")
 
     def problems(self):
         return [(not self.tasks and not self.benchmark,
                  "tasks and benchmark are empty; name a benchmark, a task, or a folder of an evaluation set, such as "
                  "prepare writes under eval/"),
+                (not all(isinstance(task, str) for task in self.tasks),
+                 f"tasks={self.tasks} must be names and folders; put a number in quotes, or give it as --task"),
                 (not self.models and not self.yardsticks,
                  "models and yardsticks are empty; name a model as {label: folder}"),
                 (not set(map(str, self.yardsticks)) <= {"bm25", "minilm"},
@@ -437,7 +439,7 @@ class Analyse(Recipe):
     neighbours: list = setting([5, 10, 50], "sizes of the neighbourhoods", "HRSA: 5, 10, 50")
     snapshots: bool = setting(True, "geometry of the snapshots of stage II too", "ours")
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU",
-                                "ours: it changes speed and memory only", how=True)
+                                "ours: it changes speed and memory only", how=True, bound=">=0")
 
     def problems(self):
         sizes = self.neighbours

@@ -8,6 +8,7 @@ __all__ = ['GROUPS', 'setting', 'grouped', 'coerce', 'Recipe', 'check_names', 'd
 
 # %% ../../nbs/core/00_settings.ipynb #c57c606e
 import difflib
+import math
 from dataclasses import asdict, dataclass, field, fields, MISSING
 
 # %% ../../nbs/core/00_settings.ipynb #ef4ffd77
@@ -81,10 +82,9 @@ def coerce(name: str,  # the field, for the error
           ):           # -> the value as `kind`
     "`value` as `kind`; ValueError when it is not one."
     if isinstance(value, kind) and not (kind in (int, float) and isinstance(value, bool)): return value
-    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try: return float(value)
-        except ValueError: pass
-    if kind is int and isinstance(value, str) and value.lstrip("-").isdigit(): return int(value)
+    if kind in (int, float) and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try: return kind(value)
+        except (ValueError, OverflowError): pass
     if kind is int and isinstance(value, float) and value.is_integer(): return int(value)
     if kind is bool and str(value).lower() in ("true", "false"): return str(value).lower() == "true"
     if kind in (list, dict) and isinstance(value, str):
@@ -113,7 +113,8 @@ class Recipe:
         for f in fields(self):
             holds, words = BOUNDS.get(f.metadata["bound"], (None, ""))
             value = getattr(self, f.name)
-            if holds and not holds(value): yield f"{f.name} {words}, it is {value}"
+            if f.type is float and not math.isfinite(value): yield f"{f.name} must be a number, it is {value}"
+            elif holds and not holds(value): yield f"{f.name} {words}, it is {value}"
 
     def deciding(self): # setting -> value
         "Settings that decide others which are still open; they count only until then."

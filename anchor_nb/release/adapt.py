@@ -362,7 +362,7 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     repeats, links = (read_lines(steps.folder("read")/name) for name in ("repeats.jsonl", "links.jsonl"))
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
                                           train_pairs=recipe.train_pairs,
-                                          weights=Path(recipe.generator).is_dir() and model_content(recipe.generator))
+                                          weights=model_content(recipe.generator) or False)
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
@@ -656,7 +656,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     if not recipe.documents:
         raise ValueError("documents is empty; name a folder of texts, or a table")
     recipe = at_home(recipe)
-    keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs)
+    keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs, base=bases_of(recipe)[0])
     out = Path(recipe.out)
     check_out(out)
     if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split

@@ -7,6 +7,7 @@ __all__ = ['model_card', 'export_with_card']
 
 # %% ../../nbs/release/04_card.ipynb #b3d6b59a
 import json
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -73,6 +74,7 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
            label: str = "", checked: dict = None) -> CardContent: # all as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
     from anchor_nb.models.resolve import find_model
+    model = os.path.expanduser(model)
     runs, merged = lineage(model), merged_parts(model)
     if not runs: find_model(str(model)) # FileNotFoundError where there is nothing
     place = find_ledger(ledger, runs)
@@ -437,8 +439,9 @@ def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", 
     details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences, label=label)
     gather(str(model), **details)
     facts = export.export(str(model), str(out), **options)
+    out = facts["out"]
     card = write_text(Path(out)/"README.md", model_card(model, out=out, **details))
     if not check: return facts | dict(card=str(card))
-    checked = export.check(str(model), str(out), options.get("kind", ""))
+    checked = export.check(str(model), out, options.get("kind", ""))
     write_text(card, model_card(model, out=out, checked=checked, **details))
     return facts | dict(card=str(card), checked=checked, readers=export.readers(out, checked))

@@ -337,9 +337,9 @@ def export_everywhere(model: str, out: str, formats: list = [], # onnx, openvino
     "Export a model, its other formats, and a card that says which engines gave the same vectors."
     check_before(model, formats, **options)
     result = export_with_card(model, out, **options)
-    if formats: result["files"] = add_formats(out, formats)
+    if formats: result["files"] = add_formats(result["out"], formats)
     if servers:
-        result["certificate"] = certify(model, out)
+        result["certificate"] = certify(model, result["out"])
         card = Path(result["card"])
         write_text(card, with_table(card.read_text(encoding="utf-8"), result["certificate"]))
     return result

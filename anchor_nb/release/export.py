@@ -272,7 +272,7 @@ def export(model: str,               # run folder, model folder, adapter folder,
            **how,                    # pooling, max_length, bidirectional, kind: as in `AnchorEmbedder.from_pretrained`
           ) -> dict:                 # out, bytes, dtype, dimension, max_length, pooling, prompts, readers
     "Write a model in the layout of sentence-transformers; ValueError when others could not compute the same vectors."
-    out, folder, stored = Path(out), find_model(model), stored_dtype(model)
+    out, folder, stored = Path(out).expanduser(), find_model(model), stored_dtype(model)
     keep_apart(out, model=[model, *chain(folder)])
     if out.exists():
         raise ValueError(f"{out} exists; choose another out, or delete it")

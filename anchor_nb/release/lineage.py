@@ -35,8 +35,9 @@ def pairs_folder(data: Path) -> Path: # data: a folder of pairs or one file; it 
 
 def candidates(named: str, beside: Path) -> list: # named: a path in a manifest; beside: the run folder
     "Where a recorded path may be today, the most likely place first."
-    parts = Path(named).parts
-    return [Path(named), *(Path(beside).parent.joinpath(*parts[n:]) for n in range(1, len(parts)))]
+    path = Path(named).expanduser()
+    parts = path.parts
+    return [path, *(Path(beside).parent.joinpath(*parts[n:]) for n in range(1, len(parts)))]
 
 # %% ../../nbs/release/02_lineage.ipynb #44490ca7
 def finished(folder: Path) -> Run:

@@ -9,6 +9,7 @@ __all__ = ['merge_models']
 import fnmatch
 import json
 import math
+import os
 import shutil
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -292,6 +293,7 @@ def merge_models(models: list,           # run folders or model folders, two or 
                  shard_bytes: int = 4*2**30, # the largest file, and about the memory it takes
                 ) -> dict:               # out, and what merge.json says
     "Merge models into a new folder; ValueError or FileNotFoundError says what does not fit, and how to fix it."
+    models, out = [*map(os.path.expanduser, models)], os.path.expanduser(out)
     check_merge(models, out, method, missing, dtype)
     weights, out = list(weights) or [1/len(models)]*len(models), Path(out)
     check_weights(weights, len(models), "weights")

@@ -130,7 +130,8 @@ class Corpus:
 def find_corpus(corpus: str) -> Corpus: # corpus: what `search.open_index` takes, or one of `CORPORA`
     "The corpus to search; FileNotFoundError or ValueError when it cannot be searched."
     from anchor_nb.inference.search import check_corpus, is_shards
-    path = build_corpus(corpus)/"eval" if corpus in CORPORA and not Path(corpus).exists() else Path(corpus)
+    path = Path(corpus).expanduser()
+    if corpus in CORPORA and not path.exists(): path = build_corpus(corpus)/"eval"
     if not path.exists():
         raise FileNotFoundError(f"{corpus} does not exist; give a file or folder as for `anchor-nb encode`, or one of "
                                 f"{', '.join(CORPORA)}")
@@ -356,6 +357,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
                  corpus: Corpus,
                  keep: str = "", # folder that keeps the encoded corpus for next time, an index for each model
                  bm25: float | None = None, # weight of BM25, from 0 to 1; None: what each model's folder says
+                 columns: dict = {}, # the columns of text, title and id
                  **how           # for `AnchorEmbedder.from_pretrained`: device, max_length, pooling
                 ) -> list:       # of `Ranker`
     "Load the models, and encode the corpus with each."
@@ -367,7 +369,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     rankers = []
     for name, folder in zip(short_names(models), [find_model(model) for model in models]):
         index = open_index(AnchorEmbedder.from_pretrained(folder, **how), corpus.path,
-                           keep and str(Path(keep)/name.replace("/", "-")), show_progress_bar=True)
+                           keep and str(Path(keep)/name.replace("/", "-")), show_progress_bar=True, columns=columns)
         weight = bm25_weight(folder) if bm25 is None else bm25
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight))
     return rankers
@@ -380,6 +382,7 @@ def serve(models: list,            # one or two: run folders, model folders, hub
           k: int = 10,             # texts of each model, unless the visitor changes it
           keep: str = "",          # folder that keeps the encoded corpus for next time
           bm25: float | None = None, # weight of BM25, from 0 to 1; None: what each model's folder says
+          columns: dict = {},      # the columns of text, title and id
           **how):                  # for `AnchorEmbedder.from_pretrained`
     "Show the search page until interrupted; ValueError, FileNotFoundError or RuntimeError before a model is loaded."
     need_server()
@@ -390,7 +393,7 @@ def serve(models: list,            # one or two: run folders, model folders, hub
               "machine only", file=sys.stderr)
     with listen(host, port) as taken:
         texts = find_corpus(corpus)
-        rankers = open_rankers(models, texts, keep, bm25, **how)
+        rankers = open_rankers(models, texts, keep, bm25, columns, **how)
         names = ("localhost", "127.0.0.1", "::1", host.lower()) if is_loopback(host) else ()
         print(f"{address(taken)}  {texts.name}, {len(rankers[0].index.ids)} texts, "
               f"{' and '.join(ranker.name for ranker in rankers)}; Ctrl-C to stop", flush=True)

@@ -1,10 +1,12 @@
 "Settings as options, the names that other libraries use, and what is refused before a notebook starts."
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import warm
@@ -46,6 +48,17 @@ def test_lists_mappings_and_flags():
     assert shown["ratios"] == {"wiki": 2, "toy": 0.5} and shown["data"] == "pairs.csv"
     assert shown["compile"] is True and shown["mask_false_negatives"] is False
     assert settings("stage2", "--data", "pairs.csv", "--no-mask-false-negatives")["mask_false_negatives"] is False
+    shown = settings("evaluate", "--models", "a=tiny", "--models", "b=runs/x", "--task", "2024")
+    assert shown["models"] == dict(a="tiny", b="runs/x") and shown["tasks"] == ["2024"]
+
+
+@pytest.mark.parametrize("stage", list(RECIPES))
+def test_every_option_that_the_help_lists_is_there(stage):
+    params = get_command(app).commands[stage].params
+    known = {name for param in params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+    known |= {f"--{param.name}" for param in params if param.param_type_name == "argument" and param.nargs == 1}
+    shown = invoke(stage, "--help").output + invoke(stage, "--help-all").output
+    assert set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.M)) <= known
 
 
 @pytest.mark.parametrize("words", [("--lr", "1e-4"), ("-p", "lr=1e-4"), ("--learning_rate", "1e-4")])
@@ -57,10 +70,25 @@ def test_names_of_other_libraries_are_understood(words):
     assert sorted(found.stderr.splitlines()) == said
 
 
+def test_what_no_shell_makes_of_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shown = settings("report", "--out=~/runs", "-p", "title=~/mine", "--note", "~/as it is")
+    assert shown == dict(out=f"{tmp_path}/runs", title=f"{tmp_path}/mine", note="~/as it is")
+
+
+def test_a_command_to_copy_is_quoted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"Who is {n}00{n}?,It is number {n}11\n" for n in range(60))
+    Path("faq.csv").write_text(f"query,positive\n{rows}")
+    assert "next: anchor-nb stage2 --data 'my exam/pairs' --out" in invoke("split", "faq.csv", "-o", "my exam").output
+
+
 @pytest.mark.parametrize("words, message", [
     (["stage2", "--learning-rat", "1"], "stage2 has no option --learning-rat\ndid you mean --learning-rate?"),
     (["stage2", "--qqq", "red"], "stage2 has no option --qqq\n`anchor-nb stage2 --help` shows how it is used"),
     (["stag2"], "No such command 'stag2'\nDid you mean"),
+    (["plan", "--gpus", "-1"], "Invalid value for '--gpus': Input should be greater than or equal to 0"),
+    (["serve", "tiny", "toy", "--k", "0"], "Input should be greater than or equal to 1"),
     (["filter", "x", "--data", "y", "--out", "z", "--min-margin", "0", "--max-margin", "1"], "data is given twice"),
     (["stage1", "--steps"], "Option '--steps' requires an argument\n")])
 def test_a_mistyped_command_is_two_lines(words, message):

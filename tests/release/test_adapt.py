@@ -365,6 +365,13 @@ def test_a_folder_with_another_model_is_left_alone(tmp_path, quick):
     assert (tmp_path/"run"/"model").is_dir()
 
 
+def test_a_base_in_the_folder_that_is_written_is_left_alone(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    delivered = adapt(recipe(tmp_path))["model"]
+    refused(lambda: adapt(recipe(tmp_path, base=delivered)), f"holds base={delivered}", "choose an out")
+    assert Path(delivered, "README.md").is_file()
+
+
 def test_one_document(tmp_path, quick):
     village(tmp_path/"docs", 1), questions(tmp_path/"pairs.jsonl")
     refused(lambda: adapt(recipe(tmp_path)), "has 1 different document", "at least 10")

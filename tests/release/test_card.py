@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from anchor_nb.release import card, hub
 from anchor_nb.runs.ledger import append_rows
-from anchor_nb.release.lineage import lineage, public_command
+from anchor_nb.release.lineage import candidates, lineage, public_command
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.runs.manifest import finish_run, start_run
 
@@ -117,6 +117,12 @@ def test_a_base_that_another_run_has_replaced_is_followed_by_name_not_guessed(ru
     data = ModelCard(text).data
     assert (data.get("base_model"), data.license, data.get("license_name")) == (None, "other", "unknown")
     assert "/gone" not in text and "No score of this model is on record" in text
+
+
+def test_a_run_in_the_home_folder_has_its_whole_card(runs, monkeypatch):
+    monkeypatch.setenv("HOME", str(runs))
+    assert card.model_card("~/anchor") == card.model_card(runs/"anchor")
+    assert candidates("~/stage1", runs)[0] == runs/"stage1"
 
 
 @settings(max_examples=50, deadline=None)

@@ -253,6 +253,14 @@ def test_whole_numbers_stay_what_they_are(pair, tmp_path):
     assert load_file(tmp_path/"out"/"model.safetensors")["embeddings.position_ids"].equal(numbers)
 
 
+def test_models_in_the_home_folder(pair, tmp_path, monkeypatch):
+    for name in "ab": (tmp_path/name).symlink_to(pair/name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = merge_models(["~/a", "~/b"], "~/soup")
+    assert (tmp_path/"soup"/"merge.json").is_file() and made["out"] == str(tmp_path/"soup")
+    assert [part["model"] for part in made["models"]] == [str(tmp_path/"a"), str(tmp_path/"b")]
+
+
 def test_a_failed_merge_leaves_what_was_there(pair, tmp_path, monkeypatch):
     merged(pair, tmp_path/"out", "a", "b")
     before = (tmp_path/"out/model.safetensors").read_bytes()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import warm
+from anchor_nb.data.packages import cache_dir
 from anchor_nb.release import serving
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.inference.search import open_index
@@ -203,6 +204,14 @@ def test_what_was_encoded_is_kept(corpus, tmp_path, monkeypatch):
     again = serving.open_rankers(["tiny"], corpus, keep=str(tmp_path/"kept"))[0]
     assert (first.index.vectors == again.index.vectors).all()
     assert [path.name for path in (tmp_path/"kept").iterdir()] == ["tiny"]
+
+
+def test_a_table_with_columns_of_its_own(tmp_path, monkeypatch):
+    (tmp_path/"a.csv").write_text("nr,inhalt\n7,hallo\n8,welt\n")
+    monkeypatch.setenv("ANCHOR_NB_CACHE", str(cache_dir()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ranker, = serving.open_rankers(["tiny"], find_corpus("~/a.csv"), columns=dict(text="inhalt", id="nr"))
+    assert (ranker.index.ids, ranker.index.texts) == (["7", "8"], ["hallo", "welt"])
 
 
 def test_an_open_address_is_warned_of(monkeypatch, capsys):
