@@ -164,10 +164,15 @@ def find_tasks(benchmark: str = "",        # one of `names()`; empty: none
     "What to evaluate on; ValueError for unknown names, and for names given twice."
     if not benchmark and not tasks:
         raise ValueError(f"Nothing to evaluate on; name a benchmark ({', '.join(BENCHMARKS)}) or tasks")
+    from anchor_nb.data.retrieval_sets import split_off
     announce("finding the tasks")
     chosen = (benchmark_tasks(benchmark) if benchmark else []) + [find_task(name, **cut) for name in tasks]
     taken = [task.metadata.name for task in chosen]
     if twice := sorted({name for name in taken if taken.count(name) > 1}):
+        alike = {Path(split_off(name)[0]).resolve(): name for task, name in zip(chosen[::-1], tasks[::-1])
+                 if task.metadata.name == twice[0] and is_local(task)}
+        if len(alike) > 1:
+            raise ValueError(f"{' and '.join(sorted(alike.values()))} are both called {twice[0]}; rename a folder")
         hint = f", {benchmark} already has its tasks" if benchmark and tasks else ""
         raise ValueError(f"{', '.join(twice)}: named twice; leave out one{hint}")
     for task in chosen:

@@ -294,6 +294,14 @@ def test_instructions_from_a_file(tmp_path):
         benchmarks.read_instructions(path)
 
 
+def write_beir(folder):
+    write(folder/"corpus.jsonl", [dict(_id=f"d{n}", text=word) for n, word in enumerate(WORDS)])
+    write(folder/"queries.jsonl", [dict(_id="q0", text="tides")])
+    (folder/"qrels").mkdir()
+    (folder/"qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\td0\t1\n", encoding="utf-8")
+    return folder
+
+
 def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path/"asked.yaml").write_text("SciFact: Find it\n", encoding="utf-8")
@@ -303,6 +311,14 @@ def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
     assert benchmarks.instructions_id("~/asked.yaml") == benchmarks.instructions_id(str(tmp_path/"asked.yaml"))
     made, = use_local_copies([task], "~/copies")
     assert made.metadata.dataset["path"] == str((tmp_path/"copies/mteb/scifact").resolve())
+
+
+def test_two_folders_of_one_name_are_told_apart_from_one_that_is_named_twice(tmp_path):
+    paths = [write_beir(tmp_path/part/"exam") for part in "ab"]
+    with pytest.raises(ValueError, match="a/exam and .*b/exam are both called exam; rename a folder"):
+        find_tasks(tasks=[str(path) for path in paths])
+    with pytest.raises(ValueError, match="exam: named twice; leave out one"):
+        find_tasks(tasks=[str(paths[0]), f"{paths[0]}/"])
 
 
 def test_an_instruction_with_an_address_is_left_as_it_is():
