@@ -102,8 +102,7 @@ def compare(a: argument(str, "a label of the ledger, the folder of an evaluation
             parameter: Parameters = [], quiet: Quiet = False):
     "Which of two models is better, by how much, and on which queries."
     from anchor_nb.evaluation.comparison import comparison, comparison_text
-    ledger, tasks = ledger.expanduser(), None
-    folder = ledger.parent if ledger.name.endswith(".jsonl") else ledger
+    folder, tasks = ledger.parent if ledger.name.endswith(".jsonl") else ledger, None
     with answering(as_json) as answer:
         if task or benchmark:
             if len(labelled([a, b])) < 2:

@@ -203,13 +203,14 @@ TEXT = dict(owner="int64", part="int8", text="large_string")
 
 def near_texts(texts: list,     # `plain`
                threshold: float = 0.8, # ours, as for duplicates
+               first: int = 0,  # number of the first text that may be the later one
               ) -> Iterator:    # of (earlier, later)
     "All pairs of texts that nearly repeat each other."
     with database() as db:
         with feed(db, "source", ((n, 0, text) for n, text in enumerate(texts)), TEXT):
             once(db, "sets", runs_of("FROM source"))
         rarest(db, "rare", "sets", threshold)
-        for _, pairs in near_blocks(db, threshold, 1): yield from pairs
+        for _, pairs in near_blocks(db, threshold, 1, first=first): yield from pairs
 
 # %% ../../nbs/data/07_deduplication.ipynb #7a2f1462
 ROW = dict(row="int64", query="large_string", positive="large_string")

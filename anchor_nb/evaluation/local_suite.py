@@ -29,7 +29,7 @@ def leaks(test: list[str],        # texts of an evaluation
          ) -> list[int]:          # positions in test
     "Test texts with a near-duplicate among the training texts."
     first, texts = len(train), [normalise(text) for text in (*train, *test)]
-    return sorted({b - first for a, b in near_texts(texts, threshold) if a < first <= b})
+    return sorted({b - first for a, b in near_texts(texts, threshold, first) if a < first})
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #f1d14a6a
 def read_archive(name: str) -> tuple:  # a corpus or a labelled set -> its record and its archive (none for the toy)

@@ -311,7 +311,8 @@ def examples_html(result: dict) -> str: # from `examples`
     "The queries with their hits, a column for each model; hits that answer the query are marked."
     def hit(document, text, grade):
         kind, mark = ("answer", "✓ ") if grade > 0 else ("other", "")
-        return f'<li class="{kind}">{mark}{html.escape(textwrap.shorten(text or document, 150, placeholder="…"))}</li>'
+        short = textwrap.shorten(text or document, 150, placeholder="…")
+        return f'<li class="{kind}">{mark}{html.escape(short)}</li>'
     def side(label, score, hits):
         return (f'<div><h4>{html.escape(shown_name(label))} <small>{score:.0f}</small></h4>'
                 f'<ol>{"".join(hit(*row) for row in hits[:3])}</ol></div>')

@@ -80,7 +80,7 @@ def link_pairs(documents: list, # of `Document`
 PROMPT = ("Text: {text}\n\nWrite one short question that this text answers and that names its subject. Write the "
           "question only.")
 
-LABEL = re.compile(r"^\W*(?:q(?:uestion)?[\s#]*\d*\s*(?:[:)*]|[.–-]\s)\W*|\d+(?:\)|\.(?!\d))\s*)?", re.I) # Question 1:
+LABEL = re.compile(r"^\W*(?:q(?:uestion)?[\s#]*\d*\s*(?:[:)*]|[.–-]\s)\W*|\d+(?:\)|\.(?!\d))\s*)?", re.I) # Q1:
 
 def first_question(text: str) -> str: # empty: none
     "The first line that asks something, without what models put around it."

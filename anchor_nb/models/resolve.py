@@ -208,8 +208,6 @@ def find_model(path: str) -> str: # a folder or hub id with weights or an adapte
     resolved = resolve_model(path)
     return resolved if Path(resolved).is_dir() else on_hub(resolved)
 
-
-
 def base_of(folder: str) -> str: # folder, hub id or short name; empty if there is no adapter
     "The model that an adapter sits on."
     config = Path(folder)/"adapter_config.json"

@@ -7,6 +7,7 @@
     python nbs/studies/adapt_runs.py negatives wordnet                   # MiniLM with and without mined negatives
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
     python nbs/studies/adapt_runs.py again debian warmed 1 2             # from the definitions, or `taught` by MiniLM
+    python nbs/studies/adapt_runs.py memory                              # what tuning MiniLM holds, with both losses
     python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
     python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside MiniLM
     python nbs/studies/adapt_runs.py averages                            # weights of before and after training
@@ -325,6 +326,38 @@ def again(name, way, *numbers):
         print(row, flush=True)
 
 
+def tuned_once(name, words, loss):
+    "An epoch of MiniLM on 128 pairs, each text cut after so many words, in a process of its own: its peak and time."
+    from resource import RUSAGE_SELF, getrusage
+    from anchor_nb.training import encoders
+    rows, cut = [], lambda text: " ".join(text.split()[:words])
+    with open(build_corpus(name)/"pairs"/f"{name}.jsonl", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            if row["negatives"]: rows.append(dict(query=row["query"], positives=[cut(row["positive"])],
+                                                  negatives=[cut(row["negatives"][0])]))
+            if len(rows) == 128: break
+    if loss == "plain": # whatever the device
+        from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+        encoders.loss_of = MultipleNegativesRankingLoss
+    began, encoder = time.process_time(), encoders.opened("minilm", 256)
+    encoders.fit(encoder, rows, None, 1e-4, 1, 32, 0)
+    print(json.dumps(dict(corpus=name, words=words, loss=loss, cpu_seconds=round(time.process_time() - began, 1),
+                          peak_gb=round(getrusage(RUSAGE_SELF).ru_maxrss/1e6, 2), code=code_version(),
+                          machine=machine())))
+
+
+def memory():
+    "`tuned_once` for texts of two lengths and both losses."
+    import subprocess
+    rows = []
+    for name, words in (("debian", 60), ("wiki", 160)):
+        for loss in ("plain", "cached"):
+            call = [sys.executable, __file__, "tuned_once", name, str(words), loss]
+            rows.append(json.loads(subprocess.run(call, check=True, capture_output=True, text=True).stdout))
+            print(rows[-1], flush=True)
+    write(Path("nbs/results/adapt/memory.jsonl"), rows)
+
+
 def negatives(name, rate=1e-4, epochs=3):
     "MiniLM on a target's pairs without negatives and with mined ones; scores of the exam, and of each epoch before it."
     from anchor_nb.data.retrieval_sets import read_retrieval
@@ -352,6 +385,8 @@ def negatives(name, rate=1e-4, epochs=3):
 
 if __name__ == "__main__":
     if sys.argv[1] == "seeds": seeds(*sys.argv[2:])
+    elif sys.argv[1] == "memory": memory()
+    elif sys.argv[1] == "tuned_once": tuned_once(sys.argv[2], int(sys.argv[3]), sys.argv[4])
     elif sys.argv[1] == "again": again(*sys.argv[2:])
     elif sys.argv[1] == "halves": halves()
     elif sys.argv[1] == "fusion": fusion()
