@@ -1731,8 +1731,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'anchor_nb/experiments/similarity_figures.py'),
                                                           'anchor_nb.experiments.similarity_figures.lines_of': ( 'experiments/similarity_figures.html#lines_of',
                                                                                                                  'anchor_nb/experiments/similarity_figures.py'),
-                                                          'anchor_nb.experiments.similarity_figures.look': ( 'experiments/similarity_figures.html#look',
-                                                                                                             'anchor_nb/experiments/similarity_figures.py'),
                                                           'anchor_nb.experiments.similarity_figures.score_histograms': ( 'experiments/similarity_figures.html#score_histograms',
                                                                                                                          'anchor_nb/experiments/similarity_figures.py'),
                                                           'anchor_nb.experiments.similarity_figures.similarity': ( 'experiments/similarity_figures.html#similarity',

@@ -29,7 +29,7 @@ def read_columns(text: str) -> dict: # our field -> the data's
 @app.command("check", rich_help_panel=DATA)
 def check(data: Pairs, columns: Columns = "",
           model: option(str, "whose tokens are counted, if it is on this machine; else words are") = "smollm2-135m",
-          max_length: option(int, "tokens of a text in training; what is longer is cut") = 512,
+          max_length: option(int, "tokens of a text in training; what is longer is cut", min=1) = 512,
           as_json: AsJson = False):
     "What is in a table of pairs: rows, fields, lengths, duplicates, faults, examples. Exit code 1 if rows are faulty."
     from anchor_nb.data.inspection import inspect_pairs, next_command, report_lines

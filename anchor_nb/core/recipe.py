@@ -325,11 +325,10 @@ class Mine(Recipe):
                                 "instruction itself", "as in training", reads="instructions", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
     percentage: float = setting(95.0, "highest score of a negative, in per cent of the lowest positive's; 0: no limit",
-                                "NV-Retriever: TopK-PercPos 95 %", bound="[0,100]")
+                                "NV-Retriever: TopK-PercPos 95 %; sentence-transformers' relative_margin of 0.05",
+                                bound="[0,100]")
     absolute_margin: float = setting(0.0, "how far a negative must score below the lowest positive; 0: no limit",
                                      "ours: off", bound=">=0")
-    relative_margin: float = setting(0.0, "the same, as a share of the positive's score; 0: no limit",
-                                     "sentence-transformers' name; 0.05 is percentage 95", bound=">=0")
     first_rank: int = setting(0, "how many of the best-ranked other documents are skipped",
                               "ours: the limits on scores do this better", bound=">=0")
     last_rank: int = setting(100, "how many of the best-ranked other documents to choose among", "gritlm-re: 100")

@@ -198,6 +198,8 @@ class Formatter:
         return joined, len(joined) - len(text)
 
 # %% ../../nbs/data/04_prompts.ipynb #93143fb9
+AT_ONCE = 512 # texts, ours: what the tokenizer says of one, with what it cut off, is a hundred times its ids
+
 def format_texts(formatter: Formatter,
                  texts: list,             # strings
                  instructions="",         # one string for all, or one for each
@@ -205,8 +207,9 @@ def format_texts(formatter: Formatter,
     "Format texts; ValueError when an instruction alone fills `max_length`."
     if isinstance(instructions, str): instructions = [instructions]*len(texts)
     joined = [formatter.join(t, i) for t, i in zip(texts, instructions, strict=True)]
-    encoded = formatter.reader.encode_batch([text for text, _ in joined])
-    placed = [place_content(formatter, e.ids, e.offsets, skip, text) for e, (text, skip) in zip(encoded, joined)]
+    parts = (joined[start:start + AT_ONCE] for start in range(0, len(joined), AT_ONCE))
+    placed = [place_content(formatter, e.ids, e.offsets, skip, text) for part in parts
+              for e, (text, skip) in zip(formatter.reader.encode_batch([text for text, _ in part]), part)]
     if not formatter.echo: return placed
     return [repeat_text(formatter, tokens, instruction) for tokens, instruction in zip(placed, instructions)]
 

@@ -9,7 +9,6 @@ __all__ = ['comparison_table', 'read_manifests', 'run_facts', 'runs_table', 'can
 import html
 import json
 import shlex
-import textwrap
 from pathlib import Path
 from statistics import fmean
 import numpy as np
@@ -311,7 +310,8 @@ def examples_html(result: dict) -> str: # from `examples`
     "The queries with their hits, a column for each model; hits that answer the query are marked."
     def hit(document, text, grade):
         kind, mark = ("answer", "✓ ") if grade > 0 else ("other", "")
-        short = textwrap.shorten(text or document, 150, placeholder="…")
+        text = text or document
+        short = text if len(text) <= 150 else text[:149] + "…" # not between words: Chinese has no spaces
         return f'<li class="{kind}">{mark}{html.escape(short)}</li>'
     def side(label, score, hits):
         return (f'<div><h4>{html.escape(shown_name(label))} <small>{score:.0f}</small></h4>'

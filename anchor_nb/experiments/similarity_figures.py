@@ -7,27 +7,12 @@ __all__ = ['similarity', 'geometry_through_training', 'embeddings_compared', 'em
            'write_map', 'score_histograms']
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #2b9018d6
-from contextlib import contextmanager
 from pathlib import Path
 import textwrap
 import numpy as np
 from .figures import STARTS, _finish, _not_run, _panels, _style, spread, system
 from ..core.files import write_text
 from ..analysis.geometry import EDGES
-
-# %% ../../nbs/experiments/04_similarity_figures.ipynb #7f9a5908
-DARK = {**{f"{part}.facecolor": "#15171c" for part in ("figure", "axes", "savefig")},
-        **{name: "#e4e4e4" for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
-        "axes.edgecolor": "#8a8f99", "grid.color": "#2c3038"}
-LIGHTER = {"#0173b2": "#56b4e9", "#333333": "#d0d0d0", "#de8f05": "#f0b54a", "#029e73": "#3fd0a4", "#d55e00": "#ff8a4c",
-           "#777777": "#9aa0aa"}
-
-@contextmanager
-def look(dark: bool = False): # dark: for a dark page
-    "The theme, for the time of drawing."
-    import matplotlib
-    with _style(), matplotlib.rc_context(DARK if dark else {}):
-        yield lambda colour: LIGHTER.get(colour, colour) if dark else colour
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #0ad5320e
 NULLS = {"pair": ("{a} and {b}", "#0173b2", "-"), "seeds": ("{b}, two seeds", "#de8f05", (0, (5, 1.5))),
@@ -41,21 +26,20 @@ CURVES = {"cka": ("linear CKA", "1: same up to rotation"),
 def _numbers(values: list) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
-def _not_there(axes, result: dict, metric: str, tint):
+def _not_there(axes, result: dict, metric: str):
     "A panel whose metric was left out says why."
     reasons = (text for name, text in result["left_out"].items() if name == metric or name.startswith(metric))
-    _empty(axes, next(reasons, "not computed"), tint)
+    _empty(axes, next(reasons, "not computed"))
 
-def _empty(axes, why: str, tint):
-    "An empty panel whose text is legible on a dark page too."
+def _empty(axes, why: str):
+    "An empty panel that says why, in short lines."
     _not_run(axes, "\n".join(textwrap.wrap(why, 34)))
-    axes.texts[-1].set_color(tint("#777777"))
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #83e6911f
-def _heat(axes, result: dict, metric: str, names: tuple, low: float, colours: str, tint):
+def _heat(axes, result: dict, metric: str, names: tuple, low: float, colours: str):
     "A matrix over the layers of both models, the embedding at the lower left."
     import seaborn
-    if not result["matrices"].get(metric): return _not_there(axes, result, metric, tint)
+    if not result["matrices"].get(metric): return _not_there(axes, result, metric)
     labels = lambda layers: [layer if place % max(1, len(layers)//6) == 0 else "" for place, layer in enumerate(layers)]
     matrix = _numbers(np.ravel(result["matrices"][metric])).reshape(len(result["layers_a"]), -1)
     seaborn.heatmap(matrix, ax=axes, vmin=low, vmax=1, cmap=colours, square=True, cbar_kws=dict(shrink=0.8),
@@ -65,32 +49,32 @@ def _heat(axes, result: dict, metric: str, names: tuple, low: float, colours: st
     axes.tick_params(length=0, rotation=0)
     axes.set(xlabel=f"layer of {names[1]}", ylabel=f"layer of {names[0]}")
 
-def _curves(axes, result: dict, metric: str, names: tuple, tint):
+def _curves(axes, result: dict, metric: str, names: tuple):
     "One metric over the depth, the pair's curve on top of its nulls."
-    if metric not in result["curves"]: return _not_there(axes, result, metric, tint)
+    if metric not in result["curves"]: return _not_there(axes, result, metric)
     layers = [pair[0] for pair in result["matched"]]
     for null in [null for null in reversed(NULLS) if null in result["curves"][metric]]:
         curve, (_, colour, dashes) = result["curves"][metric][null], NULLS[null]
         values, low, high = (_numbers(curve[part]) for part in ("value", "low", "high"))
         pair = dict(linewidth=2, marker="o", markersize=3.5) if null == "pair" else dict(linewidth=1.5)
-        axes.plot(layers, values, color=tint(colour), linestyle=dashes, gid=f"{metric} {null}", **pair)
-        axes.fill_between(layers, low, high, color=tint(colour), alpha=0.18, linewidth=0)
+        axes.plot(layers, values, color=colour, linestyle=dashes, gid=f"{metric} {null}", **pair)
+        axes.fill_between(layers, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xlabel(f"layer of {names[0]}")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #448e7c44
-def _dimensions(axes, result: dict, tint):
+def _dimensions(axes, result: dict):
     "Correlations of the last layer's dimensions, each with its own."
     last = result.get("last_layer") or {}
-    if not last.get("correlations"): return _not_there(axes, result, "correlation", tint)
-    axes.hist(_numbers(last["correlations"]), bins=np.linspace(-1, 1, 41), color=tint("#0173b2"), linewidth=0,
+    if not last.get("correlations"): return _not_there(axes, result, "correlation")
+    axes.hist(_numbers(last["correlations"]), bins=np.linspace(-1, 1, 41), color="#0173b2", linewidth=0,
               gid="dimensions")
-    axes.axvline(last["mean"], color=tint("#d55e00"), linewidth=1.5, gid="mean")
+    axes.axvline(last["mean"], color="#d55e00", linewidth=1.5, gid="mean")
     axes.set(xlabel="correlation", ylabel="dimensions")
 
-def _probe(axes, result: dict, names: tuple, tint):
+def _probe(axes, result: dict, names: tuple):
     "A probe that was trained on one model and tested on the other."
-    if not result.get("probe"): return _empty(axes, "no probe: the texts have no classes", tint)
+    if not result.get("probe"): return _empty(axes, "no probe: the texts have no classes")
     ways = {"source": f"{names[0]} itself", "raw": f"{names[1]}, as it is", "procrustes": f"{names[1]}, rotated",
             "ridge": f"{names[1]}, linear map", "target": f"trained on {names[1]}", "chance": "largest class"}
     accuracy = {way: result["probe"]["accuracy"].get(way) for way in ways}
@@ -98,8 +82,8 @@ def _probe(axes, result: dict, names: tuple, tint):
     for place, (way, numbers) in enumerate(known.items()):
         value = 100*numbers["value"]
         low, high = (value if numbers.get(end) is None else 100*numbers[end] for end in ("low", "high"))
-        axes.barh(place, value, color=tint("#777777" if way in ("source", "target", "chance") else "#0173b2"),
-                  height=0.7, xerr=[[value - low], [high - value]], error_kw=dict(elinewidth=1, ecolor=tint("#333333")),
+        axes.barh(place, value, color="#777777" if way in ("source", "target", "chance") else "#0173b2",
+                  height=0.7, xerr=[[value - low], [high - value]], error_kw=dict(elinewidth=1, ecolor="#333333"),
                   gid=way)
         axes.text(high + 2, place, f"{value:.0f}", va="center")
     axes.set(yticks=range(len(known)), yticklabels=[ways[way] for way in known], xlim=(0, 108), xlabel="accuracy (%)")
@@ -107,50 +91,49 @@ def _probe(axes, result: dict, names: tuple, tint):
     axes.grid(False, axis="y")
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #fbf3fa23
-def _sizes(axes, result: dict, sizes: list, tint):
+def _sizes(axes, result: dict, sizes: list):
     "The neighbourhoods of other sizes, thin beside the middle one, each named at its end."
     layers, low, high = [pair[0] for pair in result["matched"]], *axes.get_ylim()
     curves = {metric: _numbers(result["curves"][metric]["pair"]["value"]) for metric in sizes}
     for metric in sizes:
         if metric != sizes[len(sizes)//2]:
-            axes.plot(layers, curves[metric], color=tint("#0173b2"), linewidth=0.8, gid=f"{metric} pair")
+            axes.plot(layers, curves[metric], color="#0173b2", linewidth=0.8, gid=f"{metric} pair")
     for metric, height in zip(sizes, spread([values[-1] for values in curves.values()], 0.06*(high - low))):
         axes.annotate(f"k = {metric[4:]}", (layers[-1], height), xytext=(4, 0), textcoords="offset points", fontsize=7,
-                      va="center", color=tint("#0173b2"), annotation_clip=False)
+                      va="center", color="#0173b2", annotation_clip=False)
 
-def _legend(figure, result: dict, names: tuple, tint):
+def _legend(figure, result: dict, names: tuple):
     "One legend for all curves, below the panels."
     from matplotlib.lines import Line2D
     shown = [null for null in NULLS if any(null in curves for curves in result["curves"].values())]
-    lines = [Line2D([], [], color=tint(NULLS[null][1]), linestyle=NULLS[null][2], linewidth=2,
+    lines = [Line2D([], [], color=NULLS[null][1], linestyle=NULLS[null][2], linewidth=2,
                     label=NULLS[null][0].format(a=names[0], b=names[1])) for null in shown]
     if lines: figure.legend(handles=lines, loc="outside lower center", ncol=len(lines), frameon=False)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #058aca49
 def similarity(result: dict,        # content of similarity.json
                names: tuple = ("a", "b"), # what the models are called
-               dark: bool = False, # for a dark page
               ):
     "Two models compared, in one figure: heat maps over layers, curves with their nulls, the last layer, the probe."
     sizes = sorted((name for name in result["curves"] if name.startswith("knn_")), key=lambda name: int(name[4:]))
     middle = sizes[len(sizes)//2] if sizes else "knn"
     rows = {"pooled": "one vector per text", "tokens": "one vector per token"}[result["settings"]["rows"]]
-    with look(dark) as tint:
+    with _style():
         figure, panels = _panels(3, 3, 3.7, 3.1)
         for axes, (metric, low, colours) in zip(panels[0], (("cka", 0, "viridis"), ("correlation", -1, "RdBu_r"))):
-            _heat(axes, result, metric, names, low, colours, tint)
+            _heat(axes, result, metric, names, low, colours)
             axes.set_title(CURVES[metric][0])
-        _dimensions(panels[0, 2], result, tint)
+        _dimensions(panels[0, 2], result)
         panels[0, 2].set_title("last layer, by dimension")
         for axes, metric in zip(panels[1:].flat, [name for name in CURVES if name != "knn"] + [middle]):
             title, scale = CURVES["knn" if metric == middle else metric]
-            _curves(axes, result, metric, names, tint)
+            _curves(axes, result, metric, names)
             axes.set_title(f"{title}, k = {middle[4:]}" if metric == middle else title)
             axes.set_ylabel(scale, fontsize=8)
-        if middle in result["curves"]: _sizes(panels[2, 1], result, sizes, tint)
-        _probe(panels[2, 2], result, names, tint)
+        if middle in result["curves"]: _sizes(panels[2, 1], result, sizes)
+        _probe(panels[2, 2], result, names)
         panels[2, 2].set_title("linear probe")
-        _legend(figure, result, names, tint)
+        _legend(figure, result, names)
         figure.suptitle(f"{names[0]} and {names[1]}: {result['texts']} texts, {rows}", x=0.01, ha="left",
                         fontweight="bold")
         return _finish(figure)
@@ -179,7 +162,7 @@ def lines_of(checkpoints: list) -> dict: # of geometry.json -> (label, training 
     return {who: line for who, line in lines.items() if len(line) > 1 or who[0] not in starts}
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #56a49d2c
-def _geometry_panel(axes, lines: dict, metric: str, random: list, tint):
+def _geometry_panel(axes, lines: dict, metric: str, random: list):
     "One number over the steps of every run, or side by side where no run has several."
     alone, labels = all(len(line) == 1 for line in lines.values()), list(dict.fromkeys(label for label, _ in lines))
     for (label, seed), line in lines.items():
@@ -187,13 +170,13 @@ def _geometry_panel(axes, lines: dict, metric: str, random: list, tint):
         if not known: continue
         place, (steps, values, low, high) = labels.index(label), zip(*known)
         if alone: steps = [place]
-        colour = tint(system(label, place)[1])
+        colour = system(label, place)[1]
         axes.plot(steps, values, color=colour, marker="os^D"[place % 4], markersize=4, linewidth=1.8,
                   linestyle=DASHES[place % 4], label=system(label)[0], gid=f"{label} {seed}")
         if len(steps) > 1: axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
         else: axes.errorbar(steps, values, [[values[0] - low[0]], [high[0] - values[0]]], color=colour)
     if random:
-        axes.axhline(random[0], color=tint("#777777"), linestyle=(0, (1, 1.5)), linewidth=1.5, label="random points",
+        axes.axhline(random[0], color="#777777", linestyle=(0, (1, 1.5)), linewidth=1.5, label="random points",
                      gid="random")
     axes.set_title(GEOMETRY[metric][0])
     axes.set_ylabel(GEOMETRY[metric][1], fontsize=8)
@@ -201,14 +184,14 @@ def _geometry_panel(axes, lines: dict, metric: str, random: list, tint):
     else: axes.xaxis.get_major_locator().set_params(integer=True)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #7daa84b6
-def geometry_through_training(result: dict, dark: bool = False): # result: content of geometry.json
+def geometry_through_training(result: dict): # result: content of geometry.json
     "Every number of the geometry over the steps of stage II, a line for each run, with random points beside it."
     lines = lines_of(result["checkpoints"])
     shown = [metric for metric in GEOMETRY if any(metric in point["numbers"] for point in result["checkpoints"])]
-    with look(dark) as tint:
+    with _style():
         figure, grid = _panels(max(1, -(-len(shown)//4)), 4, 3, 2.6)
         for axes, metric in zip(grid.flat, shown):
-            _geometry_panel(axes, lines, metric, result["isotropic"]["numbers"].get(metric), tint)
+            _geometry_panel(axes, lines, metric, result["isotropic"]["numbers"].get(metric))
         for axes in grid.flat[len(shown):]: axes.remove()
         for axes in figure.axes[-4:]:
             if any(len(line) > 1 for line in lines.values()): axes.set_xlabel("step of stage II")
@@ -229,41 +212,41 @@ def last_of(checkpoints: list) -> list: # of checkpoints
 KINDS = {"other": ("other documents", "#777777"), "hard negative": ("hard negatives", "#d55e00"),
          "positive": ("own document", "#0173b2")}
 
-def _cosines(axes, point: dict, tint):
+def _cosines(axes, point: dict):
     "The similarities of a checkpoint's queries with their own documents and with others."
     for kind, (name, colour) in KINDS.items():
         if not (counts := point["histograms"].get(kind)): continue
         filled = kind != "hard negative"
-        axes.stairs(np.array(counts)/sum(counts), EDGES, color=tint(colour), linewidth=1.4, fill=filled,
+        axes.stairs(np.array(counts)/sum(counts), EDGES, color=colour, linewidth=1.4, fill=filled,
                     alpha=0.6 if filled else 1, label=name, gid=kind)
     share = point["numbers"].get("separation", [None])[0]
     axes.set(title=system(point["label"])[0], xlabel="cosine" if share is None else f"cosine; separation {share:.3f}")
-    if not point["histograms"]: _empty(axes, "no pairs", tint)
+    if not point["histograms"]: _empty(axes, "no pairs")
 
-def _spectrum(axes, points: list, tint):
+def _spectrum(axes, points: list):
     "The share of the variance that the strongest directions hold, the last line that of random points."
     for place, point in enumerate(points):
         total = np.cumsum(point["spectrum"])
         colour, dashes = system(point["label"], place)[1], DASHES[place % 4]
         if point["label"] == "random points": colour, dashes = "#777777", (0, (1, 1.5))
-        axes.plot(np.arange(1, len(total) + 1), total, color=tint(colour), linestyle=dashes,
+        axes.plot(np.arange(1, len(total) + 1), total, color=colour, linestyle=dashes,
                   label=system(point["label"])[0], gid=point["label"])
     axes.set(title="spectrum", xscale="log", xlabel="strongest directions", ylabel="share of variance", ylim=(0, 1.02))
     axes.legend(frameon=False, fontsize=7, loc="upper left")
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #45ceb0af
-def embeddings_compared(result: dict, dark: bool = False): # result: content of geometry.json
+def embeddings_compared(result: dict): # result: content of geometry.json
     "Similarities of positives and others for each model, and all spectra."
     shown = last_of(result["checkpoints"])
     counts = [counts for point in shown for counts in point["histograms"].values()] or [np.ones(len(EDGES) - 1)]
     used = np.flatnonzero(np.sum(counts, axis=0))
-    with look(dark) as tint:
+    with _style():
         figure, (panels,) = _panels(1, len(shown) + 1, 2.9, 2.7)
         for axes, point in zip(panels, shown):
             axes.set_xlim(EDGES[used[0]] - 0.02, EDGES[used[-1] + 1] + 0.02)
-            _cosines(axes, point, tint)
+            _cosines(axes, point)
         panels[0].set_ylabel("share")
-        _spectrum(panels[-1], [*shown, dict(result["isotropic"], label="random points")], tint)
+        _spectrum(panels[-1], [*shown, dict(result["isotropic"], label="random points")])
         if panels[0].get_legend_handles_labels()[0]:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, frameon=False)
         return _finish(figure)
@@ -272,19 +255,18 @@ def embeddings_compared(result: dict, dark: bool = False): # result: content of 
 MAP_COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133",
                "#56b4e9", "#888888", "#a0a000")
 
-def _groups(result: dict, dark: bool) -> tuple: # content of map.json -> (a name for each point, name -> colour)
+def _groups(result: dict) -> tuple: # content of map.json -> (a name for each point, name -> colour)
     "What points are coloured by: their class where there is one, else their side."
     labels, sides = [str(label) for label in result["labels"]], result["sides"]
     groups = labels*(len(sides)//len(labels)) if labels and len(set(labels)) <= 12 else sides
-    return groups, {name: LIGHTER.get(colour, colour) if dark else colour
-                    for name, colour in zip(dict.fromkeys(groups), MAP_COLOURS)}
+    return groups, dict(zip(dict.fromkeys(groups), MAP_COLOURS))
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #85366a9a
-def embedding_map(result: dict, dark: bool = False): # result: content of map.json
+def embedding_map(result: dict): # result: content of map.json
     "The texts in the plane of each model, coloured by class or side."
     import seaborn
-    groups, colours = _groups(result, dark)
-    with look(dark) as tint:
+    groups, colours = _groups(result)
+    with _style():
         figure, (panels,) = _panels(1, len(result["names"]), 4, 3.8)
         for axes, name in zip(panels, result["names"]):
             places = np.array(result["places"][name])
@@ -294,16 +276,16 @@ def embedding_map(result: dict, dark: bool = False): # result: content of map.js
             axes.set(title=system(name)[0], xticks=[], yticks=[], xlabel="", ylabel="")
         seaborn.move_legend(panels[-1], "center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
         for handle, text in zip(panels[-1].get_legend().legend_handles, panels[-1].get_legend().texts):
-            if text.get_text() not in groups: handle.set(color=tint("#777777"), markerfacecolor=tint("#777777"))
+            if text.get_text() not in groups: handle.set(color="#777777", markerfacecolor="#777777")
         return _finish(figure)
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #d406e466
-def interactive_map(result: dict, dark: bool = False): # result: content of map.json; -> plotly figure
+def interactive_map(result: dict): # result: content of map.json; -> plotly figure
     "The map with the text of a point on hover; ImportError names the extra that is missing."
     try: import plotly.graph_objects as graph, plotly.subplots as subplots
     except ImportError:
         raise ImportError("the interactive map needs plotly; pip install anchor_nb[analysis]") from None
-    (groups, colours), names = _groups(result, dark), result["names"]
+    (groups, colours), names = _groups(result), result["names"]
     figure = subplots.make_subplots(1, len(names), subplot_titles=[system(name)[0] for name in names],
                                     horizontal_spacing=0.03)
     texts = np.array(["<br>".join(textwrap.wrap(text.replace("<", "&lt;"), 60)) for text in result["texts"]])
@@ -315,15 +297,11 @@ def interactive_map(result: dict, dark: bool = False): # result: content of map.
                                marker=dict(size=6, opacity=0.75, color=colours[group]))
         figure.add_trace(points, 1, column + 1)
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
-    paper = dict(plot_bgcolor="#f7f7f7")
-    if dark:
-        paper = dict(paper_bgcolor=DARK["axes.facecolor"], plot_bgcolor=DARK["axes.facecolor"],
-                     font_color=DARK["text.color"])
-    return figure.update_layout(height=460, margin=dict(l=10, r=10, t=40, b=10), **paper)
+    return figure.update_layout(height=460, margin=dict(l=10, r=10, t=40, b=10), plot_bgcolor="#f7f7f7")
 
-def write_map(result: dict, path: Path, dark: bool = False) -> Path: # result: content of map.json
+def write_map(result: dict, path: Path) -> Path: # result: content of map.json
     "The interactive map as one file that needs no network."
-    figure = interactive_map(result, dark)
+    figure = interactive_map(result)
     return write_text(path, figure.to_html(include_plotlyjs=True, config=dict(displaylogo=False)))
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #65e1aac2

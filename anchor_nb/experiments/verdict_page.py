@@ -6,7 +6,7 @@
 __all__ = ['verdict_page']
 
 # %% ../../nbs/experiments/09_verdict_page.ipynb #9f860686
-import html, textwrap
+import html
 from pathlib import Path
 from ..core.files import write_text
 
@@ -41,7 +41,9 @@ def score_rows(facts: dict) -> str:
 def query_table(rows: list, names: tuple) -> str: # rows: from `exam.widest`; names: of the two systems
     "Queries with their answers and what the systems put first."
     if not rows: return "<p>None.</p>"
-    short = lambda text: html.escape(textwrap.shorten(text, 160, placeholder=" …"))
+    def short(text): # not between words: Chinese has no spaces
+        line = " ".join(text.split())
+        return html.escape(line if len(line) <= 160 else line[:159] + "…")
     def first(row, side):
         return "the answer" if row[f"{side}_hit"] == row["answer"] else short(row[f"{side}_hit"]) or "nothing"
     lines = [f"<tr><td><b>{short(row['query'])}</b><br><small>answer: {short(row['answer'])}</small></td>"

@@ -389,9 +389,10 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
     keep_apart(out, corpus=str(corpus), model=[str(model), *chain(find_model(str(model)))])
     first, shared = shared_run()
     announce("reading texts from", corpus)
+    corpus_sources(settings.corpus) # before a folder is made
     with locked(Path(out)) if first else nullcontext():
         manifest, pieces = survey_corpus(settings)
-        if first and not (Path(out)/"manifest.json").exists(): 
+        if first and not (Path(out)/"manifest.json").exists():
             check_ids(pieces, settings.field, settings.id_field, settings.columns)
         register(out, manifest, first)
         before = finished(out, len(pieces))

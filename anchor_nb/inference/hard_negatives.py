@@ -32,12 +32,11 @@ from .words import Words
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #d2a20e97
 def ceiling(positive: torch.Tensor, # [rows] lowest score of each row's own positives
-            rules: Mine,            # percentage, relative_margin, absolute_margin; 0: not set
+            rules: Mine,            # percentage, absolute_margin; 0: not set
            ) -> torch.Tensor:       # [rows] infinite where no rule is set
     "The highest score that a negative may have."
     size, limit = positive.abs(), torch.full_like(positive, torch.inf)
     if rules.percentage: limit = torch.minimum(limit, positive - (1 - rules.percentage/100)*size)
-    if rules.relative_margin: limit = torch.minimum(limit, positive - rules.relative_margin*size)
     if rules.absolute_margin: limit = torch.minimum(limit, positive - rules.absolute_margin)
     return limit
 
@@ -451,7 +450,7 @@ def check_left(name: str, counts: np.ndarray, recipe: Mine):
     path = Path(recipe.out)/"pairs"/f"{name}{ending(recipe.format)}"
     raise ValueError(f"{path} would hold no row: none of the {len(counts)} rows of {name} got more than {most} "
                      "negatives, and incomplete=drop leaves out those with fewer than "
-                     f"negatives={recipe.negatives}; lower negatives, loosen percentage or the margins, raise "
+                     f"negatives={recipe.negatives}; lower negatives, loosen percentage or absolute_margin, raise "
                      "last_rank, add a corpus, or write JSONL with incomplete=keep")
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #a7efbb0b

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import torch
 from ..core.progress import announce
 from ..data.deduplication import plain
+from ..data.documents import count_words
 from ..data.retrieval_sets import draw
 from .words import Words
 from ..models.resolve import find_model
@@ -35,7 +36,7 @@ def heading_pairs(passages: list) -> list: # of `Passage` -> of (query, number o
     common = Counter(plain(heading) for _, heading in {(passage.document, passage.heading) for passage in passages})
     for number, passage in enumerate(passages):
         title, heading = short(passage.title), passage.heading
-        alone = common[plain(heading)] == 1 and len(heading.split()) > 1
+        alone = common[plain(heading)] == 1 and count_words(heading) > 1
         places = [("title", passage.document, title)]
         if plain(heading) not in ("", plain(title), plain(passage.title)):
             places.append(("heading", passage.document, heading if alone else f"{title}: {heading}".removeprefix(": ")))
@@ -74,20 +75,21 @@ def link_pairs(documents: list, # of `Document`
             number = sections.get((path, section), first.get(path))
             if number is not None and path != document.id: asked.setdefault(plain(words), {})[number] = words
     return [(words, number) for places in asked.values() if len(places) == 1 for number, words in places.items()
-            if len(words.split()) > 1]
+            if count_words(words) > 1]
 
 # %% ../../nbs/inference/06_questions.ipynb #0954218c
 PROMPT = ("Text: {text}\n\nWrite one short question that this text answers and that names its subject. Write the "
           "question only.")
 
-LABEL = re.compile(r"^\W*(?:q(?:uestion)?[\s#]*\d*\s*(?:[:)*]|[.–-]\s)\W*|\d+(?:\)|\.(?!\d))\s*)?", re.I) # Q1:
+LABEL = re.compile(r"^\W*(?:(?:q(?:uestion)?|问题)[\s#]*\d*\s*(?:[:：)*]|[.–-]\s)\W*|" # Q1:
+                   r"\d+(?:\)|\.(?!\d))\s*)?", re.I)                              # 1.
 
 def first_question(text: str) -> str: # empty: none
     "The first line that asks something, without what models put around it."
     for line in filter(str.strip, text.splitlines()):
         line = LABEL.sub("", line.strip()).strip("\"'* ")
-        asked = line.partition("?")[0]
-        if "?" in line and 3 <= len(asked.split()) <= 30: return asked + "?"
+        asked = re.match(r".*?[?？؟]", line)
+        if asked and 3 <= count_words(asked[0]) <= 30: return asked[0]
     return ""
 
 AT_ONCE, WAITS = 8, (2, 10, 30, 60, 0) # requests; seconds before each further try, and no sixth; ours

@@ -194,7 +194,9 @@ def tokenizer_and_facts(folders: list, kind: str = "", bidirectional: bool | Non
                   folders[-1])
     speaks = next((name for name in folders if kind_of(small[name]) != "plain"), folders[0])
     if kind_of(small[speaks]) == "sentence-transformers": st_modules(small[speaks])
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try: tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except json.JSONDecodeError as error: # names no file
+        raise ValueError(f"the tokenizer in {source} is damaged ({error}); copy or download it again") from None
     return tokenizer, read_facts(str(small[speaks]), tokenizer, kind, bidirectional, folders[-1])
 
 # %% ../../nbs/models/07_loading.ipynb #18a2be58

@@ -65,7 +65,7 @@ def done(tmp_path_factory, other):
 def test_the_stage_leaves_files_figures_and_a_map(done):
     out, _, notebook = done
     assert ledgers.read_json(out/"run.json")["status"] == "complete"
-    for name in ("similarity.json", "geometry.json", "map.json", "summary.json", "similarity.pdf", "map-dark.png",
+    for name in ("similarity.json", "geometry.json", "map.json", "summary.json", "similarity.pdf", "map.png",
                  "training.png", "embeddings.png"):
         assert (out/name).stat().st_size > 100, name
     summary = json.loads((out/"summary.json").read_text())

@@ -113,10 +113,9 @@ def test_figures_of_an_analysis_leave_no_trace_and_survive_missing_parts():
                  isotropic=g.isotropic(30, 4, False))
     nothing = dict(texts=30, settings=dict(rows="tokens"), layers_a=[0], layers_b=[0], matched=[[0, 0]], matrices={},
                    curves={}, last_layer=None, probe=None, left_out={})
-    for dark in (False, True):
-        figures.similarity(nothing, dark=dark)
-        figures.geometry_through_training(found, dark)
-        figures.embeddings_compared(found, dark)
+    figures.similarity(nothing)
+    figures.geometry_through_training(found)
+    figures.embeddings_compared(found)
     assert dict(matplotlib.rcParams) == before and not plt.get_fignums()
 
 
