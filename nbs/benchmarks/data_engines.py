@@ -3,10 +3,11 @@
 `python data_engines.py make N` writes N rows of real text with planted near-duplicates whose truth is known, and
 `python data_engines.py run N ENGINE ...` measures each engine in a process of its own, or a data tool of the package
 as a whole: `dedup`, `table` and `stream` (rows as training reads them, from a local table and from an address),
-`mine_words`, `mine_vectors`, `mine_corpus`, `encode` and `filter`; with `--field query` the rows' short texts are
-encoded, not the long ones. The rows are the pairs of the package's corpora, without those that repeat each other; where
-there are too few, three of them are joined to one. An exact engine joins the rarest runs of words, as
-`anchor_nb.data.deduplication` does with DuckDB; datatrove has its own, approximate way (MinHash) and its own words.
+`mine_words`, `mine_vectors`, `mine_corpus`, `encode` and `filter`; with `--light` a smaller model encodes shorter
+texts, so that one core gets through 10^7 rows. The rows are the pairs of the package's corpora, without those that
+repeat each other; where there are too few, three of them are joined to one. An exact engine joins the rarest runs of
+words, as `anchor_nb.data.deduplication` does with DuckDB; datatrove has its own, approximate way (MinHash) and its own
+words.
 
 The others are not dependencies: `pip install datatrove[io,processing] dask[dataframe] "ray[data]"` into an environment
 of their own.
@@ -314,7 +315,7 @@ ENGINES = dict(anchor_nb=anchor_nb, polars=polars, datatrove=datatrove, datatrov
 # ---- the package's tools, each from the address of the shards to a few facts ----
 
 
-def dedup(address: str, work: Path, threads: int, field: str) -> dict:
+def dedup(address: str, work: Path, threads: int, light: bool) -> dict:
     "The whole command: read and check, search, look for texts of a test set, write."
     from anchor_nb.data.deduplication import dedup_pairs
     tests = [str(build_corpus("foldoc")/"eval")]
@@ -338,13 +339,13 @@ def drawn(tables: dict, began: float, steps: int = 1000, batch: int = 256) -> di
     return dict(open_seconds=opened, first_step_seconds=first, rows_per_second=rows/(time.process_time() - began))
 
 
-def stream(address: str, work: Path, threads: int, field: str) -> dict:
+def stream(address: str, work: Path, threads: int, light: bool) -> dict:
     from anchor_nb.data.rows import load_pairs
     began = time.process_time()
     return drawn(load_pairs(address), began)
 
 
-def table(address: str, work: Path, threads: int, field: str) -> dict:
+def table(address: str, work: Path, threads: int, light: bool) -> dict:
     from anchor_nb.data.rows import load_pairs
     (work/"data").mkdir()
     for file in Path(address.removeprefix("file://")).parent.glob("rows-*.parquet"):
@@ -353,7 +354,19 @@ def table(address: str, work: Path, threads: int, field: str) -> dict:
     return drawn(load_pairs(str(work/"data"), work/"cache"), began)
 
 
-def mine_words(address: str, work: Path, threads: int, field: str, **settings) -> dict:
+def reading(work: Path, light: bool) -> dict:
+    "Model, tokens of a text, and which text: the long one by `tiny`, or the short one by a model of 16 dimensions."
+    if not light: return dict(model="tiny", max_length=64, field="positive")
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from anchor_nb.models.resolve import resolve_model
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=1, num_key_value_heads=1)
+    for part in (tokenizer, LlamaForCausalLM(config)): part.save_pretrained(work/"light")
+    return dict(model=str(work/"light"), max_length=16, field="query")
+
+
+def mine_words(address: str, work: Path, threads: int, light: bool, **settings) -> dict:
     from anchor_nb.core.recipe import Mine
     from anchor_nb.inference.hard_negatives import mine
     given = dict(data=address, model="bm25", out=str(work/"mined"), instructions="none", max_length=64) | settings
@@ -361,25 +374,28 @@ def mine_words(address: str, work: Path, threads: int, field: str, **settings) -
     return {name: facts[name] for name in ("documents", "negatives", "search") if name in facts}
 
 
-def mine_vectors(address: str, work: Path, threads: int, field: str, **settings) -> dict:
-    return mine_words(address, work, threads, field, model="tiny", search="approximate", **settings)
+def mine_vectors(address: str, work: Path, threads: int, light: bool, **settings) -> dict:
+    how = reading(work, light)
+    return mine_words(address, work, threads, light, model=how["model"], max_length=how["max_length"],
+                      search="approximate", **settings)
 
 
-def mine_corpus(address: str, work: Path, threads: int, field: str) -> dict:
+def mine_corpus(address: str, work: Path, threads: int, light: bool) -> dict:
     "Negatives for the first 50,000 rows, among the texts of all."
     (work/"asked").mkdir()
     pl.scan_parquet(Path(address.removeprefix("file://")).parent/"rows-*.parquet").head(50_000).select(
         "query", "positive").sink_parquet(work/"asked/rows.parquet")
-    return mine_vectors(str(work/"asked"), work, threads, field, corpus=address, columns=dict(text=field))
+    columns = dict(text="query" if light else "positive")
+    return mine_vectors(str(work/"asked"), work, threads, light, corpus=address, columns=columns)
 
 
-def encode(address: str, work: Path, threads: int, field: str) -> dict:
+def encode(address: str, work: Path, threads: int, light: bool) -> dict:
     from anchor_nb.inference.corpus_encoding import encode_corpus
-    facts = encode_corpus(address, "tiny", str(work/"vectors"), field=field, max_length=64)
+    facts = encode_corpus(address, out=str(work/"vectors"), **reading(work, light))
     return {name: facts[name] for name in ("shards", "bytes")}
 
 
-def filter(address: str, work: Path, threads: int, field: str) -> dict:
+def filter(address: str, work: Path, threads: int, light: bool) -> dict:
     "Query and positive of each row scored and written with their scores; the rows have no negatives."
     from anchor_nb.inference.filtering import filter_pairs
     facts = next(iter(filter_pairs(address, str(work/"left"), model="tiny", instructions="none",
@@ -419,7 +435,7 @@ def lines_of(engine: str) -> int:
     return sum(map(count, (getattr(ours, name) for name in names)))
 
 
-def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, field: str) -> dict:
+def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, light: bool) -> dict:
     "One engine in a process of its own, with the peak of what it and its children held."
     work = folder.parent/f"work-{engine}-{rows}"
     shutil.rmtree(work, ignore_errors=True)
@@ -427,7 +443,7 @@ def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, fiel
     threads_env = {name: str(threads) for name in ("POLARS_MAX_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS")}
     start = time.perf_counter()
     child = subprocess.Popen([sys.executable, __file__, "one", str(rows), engine, "--folder", str(folder.parent),
-                              "--threads", str(threads), "--field", field],
+                              "--threads", str(threads), *(["--light"] if light else [])],
                              env=os.environ | threads_env, start_new_session=True)
     peak, seconds, code = 0, {}, None
     while code is None:
@@ -443,7 +459,7 @@ def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, fiel
                peak_bytes=peak, rows_per_processor_second=rows/cpu,
                disk_bytes=sum(f.stat().st_size for f in work.rglob("*") if f.is_file() and not f.is_symlink()))
     if code != 0: row |= dict(failed=str(code))
-    elif engine in TOOLS: row |= json.loads((work/"facts.json").read_text()) | dict(field=field)
+    elif engine in TOOLS: row |= json.loads((work/"facts.json").read_text()) | dict(light=light)
     else: row |= judged(folder, np.load(work/"dropped.npy"))
     if engine in ENGINES: row["lines"] = lines_of(engine)
     shutil.rmtree(work)
@@ -458,7 +474,7 @@ def main():
     parser.add_argument("--folder", type=Path, required=True, help="for the rows, and for what the engines write")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=1800, help="seconds for each engine")
-    parser.add_argument("--field", default="positive", choices=["positive", "query"], help="the texts to encode")
+    parser.add_argument("--light", action="store_true", help="encode the rows' short texts with a smaller model")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="where the rows go")
     given = parser.parse_args()
     folder = given.folder/f"rows-{given.rows}"
@@ -469,13 +485,13 @@ def main():
         if name in ENGINES: np.save(work/"dropped.npy", ENGINES[name](folder, work, given.threads))
         else:
             facts = TOOLS[name](f"file://{folder.resolve()}/rows-*.parquet", work.resolve(), given.threads,
-                                given.field)
+                                given.light)
             (work/"facts.json").write_text(json.dumps(facts))
     else:
         from anchor_nb.runs.manifest import now
         from anchor_nb.runs.provenance import code_version, machine
         for engine in given.engines:
-            row = measure(given.rows, engine, folder, given.threads, given.limit, given.field)
+            row = measure(given.rows, engine, folder, given.threads, given.limit, given.light)
             row |= dict(at=now(), code=code_version(), machine=machine())
             print(json.dumps(row))
             kept = given.out/("data_engines.jsonl" if engine in ENGINES else "data_tools.jsonl")
