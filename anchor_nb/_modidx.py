@@ -2209,6 +2209,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'anchor_nb/inference/questions.py'),
                                                'anchor_nb.inference.questions.place_of': ( 'inference/questions.html#place_of',
                                                                                            'anchor_nb/inference/questions.py'),
+                                               'anchor_nb.inference.questions.several_words': ( 'inference/questions.html#several_words',
+                                                                                                'anchor_nb/inference/questions.py'),
                                                'anchor_nb.inference.questions.slug': ( 'inference/questions.html#slug',
                                                                                        'anchor_nb/inference/questions.py')},
             'anchor_nb.inference.search': { 'anchor_nb.inference.search.Clusters': ( 'inference/search.html#clusters',

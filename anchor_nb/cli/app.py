@@ -9,6 +9,7 @@ __all__ = []
 import inspect
 import json
 import os
+import re
 import sys
 import unicodedata
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -51,6 +52,9 @@ def mistyped(error) -> str: # error: one of typer's about the words of a command
         what, fix = split_fix(error.format_message().removesuffix("."))
         return f"{what}\n{fix or help}"
     wrong, stage = error.option_name, RECIPES.get(error.ctx.info_name)
+    gone = wrong.removeprefix("--").replace("-", "_")
+    if stage and gone in stage.fixed:
+        return f"{path} has no option {wrong}\nit was removed; {stage.fixed[gone]!r} always holds"
     near = get_close_matches(wrong, error.possibilities or [], 1, 0.7)
     if stage and (name := nearest(stage, wrong)): near = [f"--{name.replace('_', '-')}"]
     return f"{path} has no option {wrong}\n" + (f"did you mean {near[0]}?" if near else help)
@@ -120,9 +124,9 @@ def spelled(word: str) -> tuple: # "--max_length=8" -> ("max-length", "8"); no o
     return (name.replace("_", "-"), value) if word.startswith("--") else ("", "")
 
 def at_home(word: str) -> str: # "--out=~/x" -> "--out=/home/me/x", which no shell does
-    "A word with the home folder in place of a ~ behind its equals sign."
-    name, equals, value = word.partition("=")
-    return name + equals + os.path.expanduser(value) if equals else word
+    "A word with the home folder in place of a ~ behind its name and equals sign."
+    there = re.fullmatch(r"([\w.-]+=)(~/.*)", word, re.S)
+    return there[1] + os.path.expanduser(there[2]) if there else word
 
 def named_alike(params: list, args: list) -> tuple: # -> (words for typer, argument -> value given by name)
     "The words of a command in the form in which typer knows them."
@@ -130,7 +134,8 @@ def named_alike(params: list, args: list) -> tuple: # -> (words for typer, argum
     places = {param.name.replace("_", "-"): param.name for param in params
               if param.param_type_name == "argument" and param.nargs == 1}
     flags = {param.opts[0] for param in params if param.secondary_opts}
-    words, named, rest = [], {}, [*map(at_home, args)]
+    end = args.index("--") if "--" in args else len(args)
+    words, named, rest = [], {}, [*map(at_home, args[:end]), *args[end:]]
     while rest:
         word = rest.pop(0)
         if word == "--": return [*words, word, *rest], named

@@ -37,7 +37,9 @@ def labelled(models: list) -> dict: # label -> model
 
 def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: str, base: dict,
                         given: dict) -> dict: # base: preset and file; given: -p
-    "Parameters of the stage: -p wins over options, options over preset and file."
+    "Parameters of the stage: -p wins over options, options over preset and file; ValueError for models given twice."
+    if models and "models" in given:
+        raise ValueError("models are given twice, by place and by name; leave one out")
     words = dict(models=labelled(models), snapshots=False) if models else {}
     words |= dict(benchmark=benchmark) if benchmark else {}
     words |= dict(tasks=list(tasks)) if tasks else {}

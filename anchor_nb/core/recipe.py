@@ -313,6 +313,7 @@ class Prepare(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class Mine(Recipe):
     "Find hard negatives for pairs, with an embedder or with BM25."
+    fixed = dict(relative_margin=0.0)
     data: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of such tables, or hf:org/name", reads="files",
                         group="first")
     model: str = setting("smollm2-135m", "embedder that scores (folder, hub id or short name); bm25 scores by words",

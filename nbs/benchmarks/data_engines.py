@@ -3,8 +3,8 @@
 `python data_engines.py make N` writes N rows of real text with planted near-duplicates whose truth is known, and
 `python data_engines.py run N ENGINE ...` measures each engine in a process of its own, or a data tool of the package
 as a whole: `dedup`, `table` and `stream` (rows as training reads them, from a local table and from an address),
-`mine_words`, `mine_vectors`, `mine_corpus`, `encode` and `filter`; with `--light` a smaller model encodes shorter
-texts, so that one core gets through 10^7 rows. The rows are the pairs of the package's corpora, without those that
+`mine_words`, `mine_vectors`, `mine_corpus`, `encode` and `filter`; with `--light` a smaller model encodes fewer
+tokens, so that one core gets through 10^7 rows. The rows are the pairs of the package's corpora, without those that
 repeat each other; where there are too few, three of them are joined to one. An exact engine joins the rarest runs of
 words, as `anchor_nb.data.deduplication` does with DuckDB; datatrove has its own, approximate way (MinHash) and its own
 words.
@@ -357,9 +357,11 @@ def table(address: str, work: Path, threads: int, light: bool) -> dict:
 def reading(work: Path, light: bool) -> dict:
     "Model, tokens of a text, and which text: the long one by `tiny`, or the short one by a model of 16 dimensions."
     if not light: return dict(model="tiny", max_length=64, field="positive")
+    import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from anchor_nb.models.resolve import resolve_model
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                          num_attention_heads=1, num_key_value_heads=1)
     for part in (tokenizer, LlamaForCausalLM(config)): part.save_pretrained(work/"light")
@@ -459,7 +461,8 @@ def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, ligh
                peak_bytes=peak, rows_per_processor_second=rows/cpu,
                disk_bytes=sum(f.stat().st_size for f in work.rglob("*") if f.is_file() and not f.is_symlink()))
     if code != 0: row |= dict(failed=str(code))
-    elif engine in TOOLS: row |= json.loads((work/"facts.json").read_text()) | dict(light=light)
+    elif engine in TOOLS: row |= json.loads((work/"facts.json").read_text())
+    if light: row |= dict(light=True)
     else: row |= judged(folder, np.load(work/"dropped.npy"))
     if engine in ENGINES: row["lines"] = lines_of(engine)
     shutil.rmtree(work)
@@ -477,6 +480,8 @@ def main():
     parser.add_argument("--light", action="store_true", help="encode the rows' short texts with a smaller model")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="where the rows go")
     given = parser.parse_args()
+    if given.light and (heavy := {*given.engines} - {"encode", "mine_vectors", "mine_corpus"}):
+        parser.error(f"--light makes no difference to {', '.join(sorted(heavy))}")
     folder = given.folder/f"rows-{given.rows}"
     if given.what == "make": make(given.rows, folder)
     elif given.what == "one":

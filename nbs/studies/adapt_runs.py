@@ -342,7 +342,7 @@ def tuned_once(name, words, loss):
     began, encoder = time.process_time(), encoders.opened("minilm", 256)
     encoders.fit(encoder, rows, None, 1e-4, 1, 32, 0)
     print(json.dumps(dict(corpus=name, words=words, loss=loss, cpu_seconds=round(time.process_time() - began, 1),
-                          peak_gb=round(getrusage(RUSAGE_SELF).ru_maxrss/1e6, 2), code=code_version(),
+                          peak_gb=round(getrusage(RUSAGE_SELF).ru_maxrss*1024/1e9, 2), code=code_version(),
                           machine=machine())))
 
 

@@ -74,6 +74,7 @@ def test_what_no_shell_makes_of_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shown = settings("report", "--out=~/runs", "-p", "title=~/mine", "--note", "~/as it is")
     assert shown == dict(out=f"{tmp_path}/runs", title=f"{tmp_path}/mine", note="~/as it is")
+    assert settings("report", "--note", "what does x =~/y/ do")["note"] == "what does x =~/y/ do"
 
 
 def test_a_command_to_copy_is_quoted(tmp_path, monkeypatch):
@@ -86,6 +87,7 @@ def test_a_command_to_copy_is_quoted(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, message", [
     (["stage2", "--learning-rat", "1"], "stage2 has no option --learning-rat\ndid you mean --learning-rate?"),
     (["stage2", "--qqq", "red"], "stage2 has no option --qqq\n`anchor-nb stage2 --help` shows how it is used"),
+    (["mine", "--relative-margin", "0.1"], "mine has no option --relative-margin\nit was removed; 0.0 always holds"),
     (["stag2"], "No such command 'stag2'\nDid you mean"),
     (["plan", "--gpus", "-1"], "Invalid value for '--gpus': Input should be greater than or equal to 0"),
     (["serve", "tiny", "toy", "--k", "0"], "Input should be greater than or equal to 1"),
