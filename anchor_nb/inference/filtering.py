@@ -6,7 +6,7 @@
 __all__ = ['filter_pairs']
 
 # %% ../../nbs/inference/04_filtering.ipynb #caf05df2
-import json, os
+import json, os, shutil
 from array import array
 from itertools import islice
 from pathlib import Path
@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from .. import __version__
 from ..core.files import keep_apart, new_folder, write_text
+from ..core.progress import progress
 from ..core.recipe import Mine
-from ..data.rows import load_pairs
+from ..data.rows import Stream, load_pairs
 from ..data.tables import content_hash, find_sources
 from ..data.writers import check_target, ending, fits_columns, write_pairs
 from ..runs.identity import content_at, engine_of, model_content
+from ..runs.launch import launch, usable_gpus
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, small_files
 from ..models.resolve import find_model
@@ -29,18 +31,16 @@ from .hard_negatives import instruction_of, quantiles
 def score_rows(rows: Iterable,      # in the common form
                embedder,            # anything with `encode_query` and `encode_document`
                instruction=lambda row, number: "", # of a row and its number
-               batch: int = 2048,   # rows at a time
                first: int = 0,      # number of the first row
               ) -> Iterator:        # of (scores of the positives, scores of the negatives)
     "The score of every text of a row for its query: the cosine."
-    numbered = enumerate(rows, first)
-    while part := list(islice(numbered, batch)):
-        instructions = [instruction(row, number) for number, row in part]
-        queries = embedder.encode_query([row["query"] for _, row in part], instructions, normalize_embeddings=True)
-        texts = list(dict.fromkeys(text for _, row in part for text in (*row["positives"], *row["negatives"])))
-        vectors = dict(zip(texts, embedder.encode_document(texts, normalize_embeddings=True)))
-        for query, (_, row) in zip(queries, part):
-            yield tuple([float(query @ vectors[text]) for text in row[side]] for side in ("positives", "negatives"))
+    rows = list(rows)
+    instructions = [instruction(row, number) for number, row in enumerate(rows, first)]
+    queries = embedder.encode_query([row["query"] for row in rows], instructions, normalize_embeddings=True)
+    texts = list(dict.fromkeys(text for row in rows for text in (*row["positives"], *row["negatives"])))
+    vectors = dict(zip(texts, embedder.encode_document(texts, normalize_embeddings=True)))
+    for query, row in zip(queries, rows):
+        yield tuple([float(query @ vectors[text]) for text in row[side]] for side in ("positives", "negatives"))
 
 # %% ../../nbs/inference/04_filtering.ipynb #c2f00c01
 def is_cross_encoder(model: str) -> bool:
@@ -49,10 +49,10 @@ def is_cross_encoder(model: str) -> bool:
     names = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
     return any(name.endswith("ForSequenceClassification") for name in names or [])
 
-def load_cross_encoder(model: str, max_length: int = 0): # -> sentence_transformers.CrossEncoder
+def load_cross_encoder(model: str, max_length: int = 0, device: str = ""): # -> sentence_transformers.CrossEncoder
     "A cross-encoder; ValueError for one that gives a query and a text more than one number."
     from sentence_transformers import CrossEncoder
-    judge = CrossEncoder(find_model(model), max_length=max_length or None)
+    judge = CrossEncoder(find_model(model), max_length=max_length or None, device=device or None)
     if judge.num_labels != 1:
         raise ValueError(f"{model} has {judge.num_labels} classes, but a margin needs one score per query and text; "
                          "use a reranker")
@@ -67,23 +67,26 @@ def judge_rows(rows: Iterable, judge, batch: int = 64) -> Iterator: # as `score_
         for row in part: yield tuple([next(scores) for _ in row[side]] for side in ("positives", "negatives"))
 
 # %% ../../nbs/inference/04_filtering.ipynb #c2f00c03
-def written_down(path: Path, decides: list, score) -> Iterator: # as `score_rows`; score: called with a row's number
-    "Scores, first those that are in a file, then those of `score`, which are added to it."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head, done, end = json.dumps(decides) + "\n", 0, 0
-    with open(path, "a+", encoding="utf-8", newline="\n") as file:
-        file.seek(0)
-        if file.readline() == head:
-            end = file.tell()
-            while (line := file.readline()).endswith("\n"): # the last one may be half of a line
-                done, end = done + 1, file.tell()
-                yield tuple(json.loads(line))
-        file.truncate(end)
-        if not end: file.write(head)
-        for scores in score(done):
-            file.write(json.dumps(scores) + "\n")
-            file.flush()
-            yield scores
+BLOCK = 2048 # rows, ours: what is encoded at once, and what a stop can cost
+
+def scores_file(folder, block: int) -> Path:
+    "The scores of a block, a line for each row."
+    return Path(folder)/f"{block:06}.jsonl"
+
+def blocks_of(table) -> range: # numbers of blocks
+    "The blocks of a dataset."
+    return range(-(-len(table)//BLOCK))
+
+def rows_of(table, block: int) -> Iterable: # in the common form
+    "The rows of a block; ValueError for a faulty one."
+    numbers = range(block*BLOCK, min((block + 1)*BLOCK, len(table)))
+    if not isinstance(table, Stream): return table.select(numbers)
+    return [table.checked(*row) for row in zip(numbers, table.shards.select(numbers))]
+
+def written_scores(table, folder) -> Iterator: # as `score_rows`
+    "The scores of all rows of a dataset."
+    for block in blocks_of(table):
+        with open(scores_file(folder, block), encoding="utf-8") as lines: yield from map(tuple, map(json.loads, lines))
 
 # %% ../../nbs/inference/04_filtering.ipynb #c73e8949
 def stored_scores(name: str, rows: Iterable) -> Iterator: # as `score_rows`
@@ -143,13 +146,47 @@ def margin_summary(hardest: array, # smallest margin of each row, NaN where it h
 
 # %% ../../nbs/inference/04_filtering.ipynb #c2f00c05
 def scores_by(model: str, recipe: Mine, max_length: int): # -> function of a name, rows and the first one's number
-    "How a model scores the rows of a dataset; empty: the scores that they carry."
-    if not model: return lambda name, rows, first: stored_scores(name, rows)
+    "How a model scores the rows of a dataset, on this process's GPU if there is one."
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else ""
     if is_cross_encoder(model):
-        judge = load_cross_encoder(model, max_length)
+        judge = load_cross_encoder(model, max_length, device)
         return lambda name, rows, first: judge_rows(rows, judge)
-    embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length)
+    embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length, device=device)
     return lambda name, rows, first: score_rows(rows, embedder, instruction_of(name, recipe), first=first)
+
+def score_share(data: str, how: dict, # model, instructions, max_length, columns, as for `filter_pairs`
+                folders: dict,        # dataset -> folder of its scores
+                todo: list,           # of (dataset, block), those that all processes score together
+               ) -> dict:             # how many this process has scored
+    "Score this process's part of the blocks."
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    tables, share = load_pairs(data, columns=how["columns"]), todo[rank::world]
+    if not share: return dict(blocks=0)
+    score = scores_by(how["model"], Mine(data=data, instructions=how["instructions"]), how["max_length"])
+    rows = {block: min(BLOCK, len(tables[block[0]]) - block[1]*BLOCK) for block in map(tuple, share)}
+    with progress(total=sum(rows.values()), unit="row", disable=rank > 0,
+                  desc=f"score, process {rank + 1} of {world}") as bar:
+        for name, block in rows:
+            scores = score(name, rows_of(tables[name], block), block*BLOCK)
+            write_text(scores_file(folders[name], block), "".join(json.dumps(row) + "\n" for row in scores))
+            bar.update(rows[name, block])
+    return dict(blocks=len(rows))
+
+def score_all(data: str, tables: dict, out: str, how: dict, processes: int) -> dict: # dataset -> folder of its scores
+    "Score all rows, or those that a command that was stopped has not; `how`: as in `score_share`."
+    decides = [how, model_content(find_model(how["model"])), content_at(how["instructions"]), BLOCK, __version__,
+               engine_of("mine")]
+    folders, todo = {name: Path(out)/".scores"/name for name in tables}, []
+    for (name, folder), source in zip(folders.items(), find_sources(data).values()):
+        note, decided = folder/"decides.json", json.dumps([content_hash(source), *decides])
+        if not (note.is_file() and note.read_text(encoding="utf-8") == decided):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_text(note, decided)
+        todo += [(name, block) for block in blocks_of(tables[name]) if not scores_file(folder, block).is_file()]
+    if todo: launch(score_share, data, how, {name: str(folder) for name, folder in folders.items()}, todo,
+                    processes=processes, run_dir=out)
+    return folders
 
 # %% ../../nbs/inference/04_filtering.ipynb #9c217bef
 def filter_pairs(data: str,      # folder, file or hf:, as training reads it
@@ -162,6 +199,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
                  instructions: str = "paper", # as in training: paper, none, or a YAML file
                  max_length: int = 0, # tokens of a text; 0: what the checkpoint says, else 512
                  columns: dict = {}, # our field -> the data's, see `load_pairs`
+                 processes: int = 1, # that score, on this machine; 0: one for each GPU
                 ) -> dict:       # dataset -> rows, below, above, written, quantiles, histogram
     "Keep rows or negatives between two margins; ValueError or FileNotFoundError names the fix."
     check_ends(minimum, maximum, each, format, out := os.path.expanduser(out))
@@ -170,20 +208,17 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     check_target(out, tables, format, ("report.json",), "without_negatives")
     for name, table in tables.items() if format == "columns" else ():
         fits_columns(table, sources[name], ("positive_scores",) if model else ())
-    if model: keep_apart(out, model=[model, *chain(find_model(model))])
-    recipe, drafts = Mine(data=data, out=out, instructions=instructions), []
-    decides = [model, model and model_content(find_model(model)), instructions, content_at(instructions), max_length,
-               columns, __version__, engine_of("mine")]
-    score = scores_by(model, recipe, max_length)
+    if model:
+        keep_apart(out, model=[model, *chain(find_model(model))])
+        how = dict(model=model, instructions=instructions, max_length=max_length, columns=columns)
+        folders = score_all(data, tables, out, how, processes)
     with new_folder(Path(out)/"pairs") as pairs:
         for name, table in tables.items():
-            hardest, from_row = array("d"), lambda first: score(name, islice(table, first, None), first)
-            if model: drafts.append(Path(out)/f".scores-{name}.jsonl")
-            decided = [content_hash(sources[name]), *decides]
-            scores = written_down(drafts[-1], decided, from_row) if model else from_row(0)
+            hardest = array("d")
+            scores = written_scores(table, folders[name]) if model else stored_scores(name, table)
             left = left_over(table, scores, hardest, minimum, maximum, each)
             written = write_pairs(pairs, name, left, format, place=Path(out)/"pairs")
             report[name] = margin_summary(hardest, minimum, maximum) | dict(written=written["rows"])
         write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
-    for draft in drafts: draft.unlink() # the rows have them now
+    shutil.rmtree(Path(out)/".scores", ignore_errors=True) # the rows have them now
     return report

@@ -8,6 +8,7 @@ from anchor_nb.core.recipe import Stage2
 from anchor_nb.data.rows import load_pairs, parsed
 from anchor_nb.data.tables import find_sources
 from anchor_nb.data.writers import write_pairs
+from anchor_nb.inference import filtering
 from anchor_nb.inference.filtering import filter_pairs, filtered, margins
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.resolve import find_model
@@ -80,6 +81,7 @@ def test_a_cross_encoder_judges(judged, reranker, tmp_path):
 def test_scores_survive_a_stop(judged, reranker, tmp_path, monkeypatch):
     "The same command resumes; other rows begin anew; nothing is left lying about."
     from sentence_transformers import CrossEncoder
+    monkeypatch.setattr(filtering, "BLOCK", 64)
     predict, asked = CrossEncoder.predict, []
     def breaks(self, pairs, **how):
         asked.append(len(pairs))
@@ -101,6 +103,26 @@ def test_scores_survive_a_stop(judged, reranker, tmp_path, monkeypatch):
     path.write_text("".join(path.read_text().splitlines(True)[1:]))
     filter_pairs(judged, str(tmp_path/"other"), model=reranker)
     assert len(asked) == 5 and len(list(parsed(str(tmp_path/"other/pairs/toy.jsonl")))) == 149
+
+
+def test_any_number_of_processes_gives_the_same_scores(judged, tmp_path, monkeypatch):
+    monkeypatch.setattr(filtering, "BLOCK", 32)
+    one, three = [tmp_path/name for name in ("one", "three")]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1) # as in each of several processes: it decides the last digit
+    filter_pairs(judged, str(one), model="tiny", max_length=64)
+    torch.set_num_threads(threads)
+    filter_pairs(judged, str(three), model="tiny", max_length=64, processes=3)
+    assert files(one) == files(three)
+
+
+def test_a_faulty_row_of_a_shard_is_named(tmp_path):
+    import pyarrow as pa, pyarrow.parquet as pq
+    rows = [dict(query=f"q{n}", positive=f"text {n}" if n != 150 else "") for n in range(200)]
+    (tmp_path/"data").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path/"data/rows.parquet")
+    with pytest.raises(ValueError, match=r"rows.parquet, row 15\d"):
+        filter_pairs(f"file://{tmp_path}/data/*.parquet", str(tmp_path/"out"), model="tiny")
 
 
 def test_a_classifier_is_no_judge(judged, reranker, tmp_path):

@@ -76,6 +76,7 @@ def test_a_cancelled_job_has_its_checkpoint_and_can_be_submitted_again(tmp_path)
 
 TOOLS = dict(dedup=("pairs", "dedup {rows} --out {out} --threads 2"),
              mine=("pairs", "mine {rows} --out {out} --model bm25 --instructions none"),
+             filter=("pairs", "filter {rows} --out {out} --model tiny --instructions none --gpus 2"),
              encode=("shard-000001.safetensors", "encode {rows} --out {out} --model tiny --gpus 2 "
                                                      "--columns '{{text: positive}}' -p shard_rows=512"))
 
@@ -95,7 +96,7 @@ def test_a_data_tool_that_is_requeued_ends_as_if_it_had_not_been(tool, tmp_path)
     number = slurm("sbatch", "--parsable", "--requeue", "--open-mode=append", f"--output={tmp_path}/log.txt",
                    "--cpus-per-task=2", f"--wrap={line('job')}").strip()
     working = lambda: any((tmp_path/"job").rglob("*.duckdb")) or any((tmp_path/"job").rglob("*.safetensors")) or any(
-        (tmp_path/"job").rglob("*-found.bin"))
+        (tmp_path/"job").rglob("*-found.bin")) or any((tmp_path/"job/.scores").rglob("*.jsonl"))
     wait_until(working, 120, "the job did not begin")
     slurm("scontrol", "requeue", number)
     wait_until(lambda: "COMPLETED" in slurm("scontrol", "show", "job", number), 240, "the job did not finish")
