@@ -248,7 +248,7 @@ Recipe = argument(str, "one of `anchor-nb recipes`", autocompletion=complete_fro
 MODEL_HELP = "run folder, model folder, sentence-transformers folder, hub id or short name"
 
 # %% ../../nbs/cli/00_app.ipynb #2bc82a7c
-Gpus = option(int, "processes to train with, one for each GPU; 0: all there are; default: the parameter `processes`",
+Gpus = option(int, "processes, one for each GPU; 0: all there are; default: the parameter `processes`",
                    "--gpus", show_default=False)
 
 def with_gpus(stage: str, gpus: int) -> dict: # parameters
