@@ -125,7 +125,7 @@ def spelled(word: str) -> tuple: # "--max_length=8" -> ("max-length", "8"); no o
 
 def at_home(word: str) -> str: # "--out=~/x" -> "--out=/home/me/x", which no shell does
     "A word with the home folder in place of a ~ behind its name and equals sign."
-    there = re.fullmatch(r"([\w.-]+=)(~/.*)", word, re.S)
+    there = re.fullmatch(r"([\w.-]+=)(~(?:/.*)?)", word, re.S)
     return there[1] + os.path.expanduser(there[2]) if there else word
 
 def named_alike(params: list, args: list) -> tuple: # -> (words for typer, argument -> value given by name)

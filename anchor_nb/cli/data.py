@@ -79,7 +79,7 @@ def filter_pairs(data: Pairs, out: NewPairs,
                  instructions: option(str, "paper, corpora, none, or a YAML file") = "paper",
                  max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
                  format: Format = "anchor_nb", columns: Columns = "",
-                 gpus: option(int, "processes that score, one for each GPU; 0: all there are") = 1,
+                 gpus: option(int, "processes that score, one for each GPU; 0: all there are", min=0) = 1,
                  as_json: AsJson = False):
     "Score rows, and keep those whose margin, weakest positive minus hardest negative, lies between two bounds."
     from anchor_nb.inference.filtering import filter_pairs

@@ -8,6 +8,7 @@ __all__ = ['filter_pairs']
 # %% ../../nbs/inference/04_filtering.ipynb #caf05df2
 import json, os, shutil
 from array import array
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Iterable, Iterator
@@ -21,10 +22,12 @@ from ..data.rows import Stream, load_pairs
 from ..data.tables import content_hash, find_sources
 from ..data.writers import check_target, ending, fits_columns, write_pairs
 from ..runs.identity import content_at, engine_of, model_content
-from ..runs.launch import launch, usable_gpus
+from ..runs.checkpoints import locked
+from ..runs.launch import already_launched, find_node, launch, usable_gpus
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, small_files
 from ..models.resolve import find_model
+from .corpus_encoding import Encoding
 from .hard_negatives import instruction_of, quantiles
 
 # %% ../../nbs/inference/04_filtering.ipynb #c7e9b7ef
@@ -49,14 +52,13 @@ def is_cross_encoder(model: str) -> bool:
     names = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
     return any(name.endswith("ForSequenceClassification") for name in names or [])
 
-def load_cross_encoder(model: str, max_length: int = 0, device: str = ""): # -> sentence_transformers.CrossEncoder
-    "A cross-encoder; ValueError for one that gives a query and a text more than one number."
-    from sentence_transformers import CrossEncoder
-    judge = CrossEncoder(find_model(model), max_length=max_length or None, device=device or None)
-    if judge.num_labels != 1:
-        raise ValueError(f"{model} has {judge.num_labels} classes, but a margin needs one score per query and text; "
-                         "use a reranker")
-    return judge
+def check_judge(model: str):
+    "ValueError for a cross-encoder that gives a query and a text more than one number."
+    from transformers import AutoConfig
+    classes = AutoConfig.from_pretrained(find_model(model)).num_labels if is_cross_encoder(model) else 1
+    if classes != 1:
+        raise ValueError(f"{model} has {classes} classes, but a margin needs one score per query and text; use a "
+                         "reranker")
 
 def judge_rows(rows: Iterable, judge, batch: int = 64) -> Iterator: # as `score_rows`; judge: a `CrossEncoder`
     "The scores of a cross-encoder: its logits."
@@ -128,7 +130,7 @@ def check_ends(minimum: float, maximum: float, each: str, format: str, out: str)
 # %% ../../nbs/inference/04_filtering.ipynb #ff59b37e
 def left_over(table: Iterable, scores: Iterable, hardest: array, minimum: float, maximum: float, each: str) -> Iterator:
     "The rows that stay; `hardest` receives the smallest margin of every row, NaN where it has none."
-    for row, values in zip(table, scores):
+    for row, values in zip(table, scores, strict=True):
         hardest.append(min(margins(values), default=np.nan))
         if left := filtered(row, values, minimum, maximum, each): yield left
 
@@ -147,46 +149,65 @@ def margin_summary(hardest: array, # smallest margin of each row, NaN where it h
 # %% ../../nbs/inference/04_filtering.ipynb #c2f00c05
 def scores_by(model: str, recipe: Mine, max_length: int): # -> function of a name, rows and the first one's number
     "How a model scores the rows of a dataset, on this process's GPU if there is one."
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else ""
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else "cpu"
     if is_cross_encoder(model):
-        judge = load_cross_encoder(model, max_length, device)
+        from sentence_transformers import CrossEncoder
+        judge = CrossEncoder(find_model(model), max_length=max_length or None, device=device)
         return lambda name, rows, first: judge_rows(rows, judge)
     embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length, device=device)
     return lambda name, rows, first: score_rows(rows, embedder, instruction_of(name, recipe), first=first)
 
-def score_share(data: str, how: dict, # model, instructions, max_length, columns, as for `filter_pairs`
-                folders: dict,        # dataset -> folder of its scores
-                todo: list,           # of (dataset, block), those that all processes score together
-               ) -> dict:             # how many this process has scored
-    "Score this process's part of the blocks."
+def check_finite(scores: list, name: str, first: int): # of rows from number `first` on
+    "ValueError names the first row with a score that is not finite."
+    broken = [number for number, row in enumerate(scores, first) if not np.isfinite([*row[0], *row[1]]).all()]
+    if broken:
+        raise ValueError(f"{name}, row {broken[0]} has a score that is not finite; look for NaN in the model's "
+                         "weights")
+
+def score_share(tables: dict,  # dataset -> rows
+                how: dict,     # model, instructions, max_length, as for `filter_pairs`
+                folders: dict, # dataset -> folder of its scores
+                todo: list,    # of (dataset, block), those that all processes score together
+               ) -> dict:      # how many this process has scored
+    "Score this process's part of the blocks, neighbours, since shards are read by group."
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    tables, share = load_pairs(data, columns=how["columns"]), todo[rank::world]
-    if not share: return dict(blocks=0)
-    score = scores_by(how["model"], Mine(data=data, instructions=how["instructions"]), how["max_length"])
-    rows = {block: min(BLOCK, len(tables[block[0]]) - block[1]*BLOCK) for block in map(tuple, share)}
+    most = -(-len(todo)//world)
+    if not (share := todo[rank*most:(rank + 1)*most]): return dict(blocks=0)
+    score = scores_by(how["model"], Mine(data="-", instructions=how["instructions"]), how["max_length"])
+    rows = {(name, block): min(BLOCK, len(tables[name]) - block*BLOCK) for name, block in share}
     with progress(total=sum(rows.values()), unit="row", disable=rank > 0,
                   desc=f"score, process {rank + 1} of {world}") as bar:
         for name, block in rows:
-            scores = score(name, rows_of(tables[name], block), block*BLOCK)
+            scores = list(score(name, rows_of(tables[name], block), block*BLOCK))
+            check_finite(scores, name, block*BLOCK)
             write_text(scores_file(folders[name], block), "".join(json.dumps(row) + "\n" for row in scores))
             bar.update(rows[name, block])
     return dict(blocks=len(rows))
 
-def score_all(data: str, tables: dict, out: str, how: dict, processes: int) -> dict: # dataset -> folder of its scores
-    "Score all rows, or those that a command that was stopped has not; `how`: as in `score_share`."
+def score_all(tables: dict, contents: dict, out: str, how: dict, # contents: dataset -> hash; how: as in `score_share`
+              processes: int) -> dict: # dataset -> folder of its scores
+    "Score all rows, or those that a command that was stopped has not."
     decides = [how, model_content(find_model(how["model"])), content_at(how["instructions"]), BLOCK, __version__,
-               engine_of("mine")]
+               engine_of("mine"), Encoding(out="-").precision]
     folders, todo = {name: Path(out)/".scores"/name for name in tables}, []
-    for (name, folder), source in zip(folders.items(), find_sources(data).values()):
-        note, decided = folder/"decides.json", json.dumps([content_hash(source), *decides])
+    for name, folder in folders.items():
+        note, decided = folder/"decides.json", json.dumps([contents[name], *decides])
         if not (note.is_file() and note.read_text(encoding="utf-8") == decided):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             write_text(note, decided)
         todo += [(name, block) for block in blocks_of(tables[name]) if not scores_file(folder, block).is_file()]
-    if todo: launch(score_share, data, how, {name: str(folder) for name, folder in folders.items()}, todo,
+    if todo: launch(score_share, tables, how, {name: str(folder) for name, folder in folders.items()}, todo,
                     processes=processes, run_dir=out)
     return folders
+
+def one_machine(processes: int):
+    "ValueError for processes that another launcher has started, since each of them would do all of the work."
+    if already_launched() or find_node().count > 1:
+        raise ValueError("filter runs on one machine, and starts its processes itself; call it without a launcher, "
+                         "with --gpus")
+    if processes < 0:
+        raise ValueError(f"processes={processes}; give 1 or more, or 0 for one on each GPU")
 
 # %% ../../nbs/inference/04_filtering.ipynb #9c217bef
 def filter_pairs(data: str,      # folder, file or hf:, as training reads it
@@ -204,21 +225,28 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     "Keep rows or negatives between two margins; ValueError or FileNotFoundError names the fix."
     check_ends(minimum, maximum, each, format, out := os.path.expanduser(out))
     keep_apart(out, data=data)
-    tables, sources, report = load_pairs(data, columns=columns), find_sources(data), {}
+    one_machine(processes)
+    sources, report = find_sources(data), {}
+    contents = {name: content_hash(source) for name, source in sources.items()} if model else {}
+    tables = load_pairs(data, columns=columns)
     check_target(out, tables, format, ("report.json",), "without_negatives")
     for name, table in tables.items() if format == "columns" else ():
         fits_columns(table, sources[name], ("positive_scores",) if model else ())
     if model:
         keep_apart(out, model=[model, *chain(find_model(model))])
-        how = dict(model=model, instructions=instructions, max_length=max_length, columns=columns)
-        folders = score_all(data, tables, out, how, processes)
-    with new_folder(Path(out)/"pairs") as pairs:
+        check_judge(model)
+    how = dict(model=model, instructions=instructions, max_length=max_length)
+    lock = locked(Path(out)/".scores") if model else nullcontext()
+    with lock, new_folder(Path(out)/"pairs") as pairs:
+        folders = score_all(tables, contents, out, how | dict(columns=columns), processes) if model else {}
         for name, table in tables.items():
+            if model and isinstance(table, Stream) and content_hash(sources[name]) != contents[name]:
+                raise ValueError(f"{sources[name]} has changed while it was read; run the command again")
             hardest = array("d")
             scores = written_scores(table, folders[name]) if model else stored_scores(name, table)
             left = left_over(table, scores, hardest, minimum, maximum, each)
             written = write_pairs(pairs, name, left, format, place=Path(out)/"pairs")
             report[name] = margin_summary(hardest, minimum, maximum) | dict(written=written["rows"])
         write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
-    shutil.rmtree(Path(out)/".scores", ignore_errors=True) # the rows have them now
+    for part in (".scores", "launch"): shutil.rmtree(Path(out)/part, ignore_errors=True) # the rows have them now
     return report

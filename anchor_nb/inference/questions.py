@@ -93,7 +93,7 @@ def first_question(text: str) -> str: # empty: none
     for line in filter(str.strip, text.splitlines()):
         line = LABEL.sub("", line.strip()).strip("\"'* ")
         asked = re.match(r".*?[?？؟]", line)
-        if asked and count_words(asked[0][:-1]) >= 3 and len(asked[0].split()) <= 30: return asked[0]
+        if asked and 3 <= count_words(asked[0][:-1]) <= 60 and len(asked[0].split()) <= 30: return asked[0]
     return ""
 
 AT_ONCE, WAITS = 8, (2, 10, 30, 60, 0) # requests; seconds before each further try, and no sixth; ours

@@ -116,6 +116,17 @@ def test_any_number_of_processes_gives_the_same_scores(judged, tmp_path, monkeyp
     assert files(one) == files(three)
 
 
+def test_launchers_of_others_and_broken_models_are_refused(judged, tmp_path, monkeypatch):
+    tiny = AnchorEmbedder.from_pretrained("tiny")
+    monkeypatch.setattr(tiny, "encode_query", lambda texts, *_, **__: np.full((len(texts), tiny.dimension), np.nan))
+    monkeypatch.setattr(AnchorEmbedder, "from_pretrained", lambda *_, **__: tiny)
+    with pytest.raises(ValueError, match="toy, row 0 has a score that is not finite"):
+        filter_pairs(judged, str(tmp_path/"out"), model="tiny")
+    with pytest.raises(ValueError, match="processes=-1"): filter_pairs(judged, str(tmp_path/"out"), processes=-1)
+    for name, value in dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="here").items(): monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="runs on one machine"): filter_pairs(judged, str(tmp_path/"out"))
+
+
 def test_a_faulty_row_of_a_shard_is_named(tmp_path):
     import pyarrow as pa, pyarrow.parquet as pq
     rows = [dict(query=f"q{n}", positive=f"text {n}" if n != 150 else "") for n in range(200)]
