@@ -113,7 +113,7 @@ def nearest_in(clusters: Clusters, queries: np.ndarray, known: list, k: int, oth
     left = np.argsort(-size, kind="stable") # those with the most answers come first, few of them at a time
     while len(left):
         wanted = k + int(size[left[0]])
-        part, left = np.split(left, [max(1, cells//wanted)])
+        part, left = np.split(left, [max(1, cells//max(wanted, clusters.index.nprobe))]) # it notes the clusters of each
         scores, numbers = clusters.search(queries[part], wanted)
         for place, row in enumerate(part.tolist()): scores[place, np.isin(numbers[place], excluded(row))] = -np.inf
         scores[numbers < 0] = -np.inf

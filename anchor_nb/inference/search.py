@@ -117,7 +117,7 @@ def cluster_centres(encoded: Encoded, file: Path): # -> an empty index
     if not file.is_file():
         rows, dimension = len(encoded), encoded.records[0]["dimension"]
         clusters = max(1, min(4*math.isqrt(rows), rows//40)) # as faiss advises
-        sample = np.concatenate([vectors[::max(1, rows//(40*clusters))] for _, vectors in encoded])
+        sample = np.concatenate([vectors[::max(1, rows//(40*clusters))].copy() for _, vectors in encoded])
         index = faiss.index_factory(dimension, f"IVF{clusters},Flat", faiss.METRIC_INNER_PRODUCT)
         index.train(sample)
         write_faiss(index, file)
@@ -142,7 +142,8 @@ def build_clusters(encoded: Encoded, folder: Path):
     for part in parts: part.unlink()
 
 # %% ../../nbs/inference/02_search.ipynb #734136bb
-RECALL = 0.95 # ours: of the exact search's documents, what must be found
+RECALL = 0.95 # ours: of the exact search's documents, what must be found; others that score alike will do
+TIE = 1e-5    # of cosines that are equal but for rounding
 
 class Clusters:
     "An encoded corpus by cluster, on disk; made where it is not there."
@@ -169,8 +170,7 @@ class Clusters:
             first += len(vectors)
         while True:
             self.index.nprobe = probes = min(probes, self.index.nlist)
-            numbers = self.search(queries, k)[1]
-            recall = np.mean([len(np.intersect1d(*row)) for row in zip(numbers, top.numbers.numpy())])/k
+            recall = np.mean(self.search(queries, k)[0] >= top.scores.numpy()[:, -1:] - TIE)
             if recall >= RECALL or probes == self.index.nlist:
                 return dict(clusters=self.index.nlist, looked_at=probes, recall=round(float(recall), 4),
                             queries=len(queries))

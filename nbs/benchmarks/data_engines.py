@@ -357,6 +357,7 @@ def table(address: str, work: Path, threads: int, light: bool) -> dict:
 def reading(work: Path, light: bool) -> dict:
     "Model, tokens of a text, and which text: the long one by `tiny`, or the short one by a model of 16 dimensions."
     if not light: return dict(model="tiny", max_length=64, field="positive")
+    if (work/"light").is_dir(): return dict(model=str(work/"light"), max_length=16, field="query")
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from anchor_nb.models.resolve import resolve_model
@@ -384,7 +385,7 @@ def mine_vectors(address: str, work: Path, threads: int, light: bool, **settings
 
 def mine_corpus(address: str, work: Path, threads: int, light: bool) -> dict:
     "Negatives for the first 50,000 rows, among the texts of all."
-    (work/"asked").mkdir()
+    (work/"asked").mkdir(exist_ok=True)
     pl.scan_parquet(Path(address.removeprefix("file://")).parent/"rows-*.parquet").head(50_000).select(
         "query", "positive").sink_parquet(work/"asked/rows.parquet")
     columns = dict(text="query" if light else "positive")
@@ -437,11 +438,12 @@ def lines_of(engine: str) -> int:
     return sum(map(count, (getattr(ours, name) for name in names)))
 
 
-def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, light: bool) -> dict:
+def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, light: bool, resume: bool) -> dict:
     "One engine in a process of its own, with the peak of what it and its children held."
     work = folder.parent/f"work-{engine}-{rows}"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    if not resume:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
     threads_env = {name: str(threads) for name in ("POLARS_MAX_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS")}
     start = time.perf_counter()
     child = subprocess.Popen([sys.executable, __file__, "one", str(rows), engine, "--folder", str(folder.parent),
@@ -462,7 +464,7 @@ def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, ligh
                disk_bytes=sum(f.stat().st_size for f in work.rglob("*") if f.is_file() and not f.is_symlink()))
     if code != 0: row |= dict(failed=str(code))
     elif engine in TOOLS: row |= json.loads((work/"facts.json").read_text())
-    if light: row |= dict(light=True)
+    row |= {name: True for name, holds in dict(light=light, resumed=resume).items() if holds}
     else: row |= judged(folder, np.load(work/"dropped.npy"))
     if engine in ENGINES: row["lines"] = lines_of(engine)
     shutil.rmtree(work)
@@ -478,6 +480,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=1800, help="seconds for each engine")
     parser.add_argument("--light", action="store_true", help="encode the rows' short texts with a smaller model")
+    parser.add_argument("--resume", action="store_true", help="go on in the folder of a run that was stopped")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="where the rows go")
     given = parser.parse_args()
     if given.light and (heavy := {*given.engines} - {"encode", "mine_vectors", "mine_corpus"}):
@@ -496,7 +499,8 @@ def main():
         from anchor_nb.runs.manifest import now
         from anchor_nb.runs.provenance import code_version, machine
         for engine in given.engines:
-            row = measure(given.rows, engine, folder, given.threads, given.limit, given.light)
+            row = measure(given.rows, engine, folder, given.threads, given.limit, given.light,
+                          given.resume)
             row |= dict(at=now(), code=code_version(), machine=machine())
             print(json.dumps(row))
             kept = given.out/("data_engines.jsonl" if engine in ENGINES else "data_tools.jsonl")
