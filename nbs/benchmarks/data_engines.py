@@ -464,8 +464,8 @@ def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, ligh
                disk_bytes=sum(f.stat().st_size for f in work.rglob("*") if f.is_file() and not f.is_symlink()))
     if code != 0: row |= dict(failed=str(code))
     elif engine in TOOLS: row |= json.loads((work/"facts.json").read_text())
-    row |= {name: True for name, holds in dict(light=light, resumed=resume).items() if holds}
     else: row |= judged(folder, np.load(work/"dropped.npy"))
+    row |= {name: True for name, holds in dict(light=light, resumed=resume).items() if holds}
     if engine in ENGINES: row["lines"] = lines_of(engine)
     shutil.rmtree(work)
     return row
