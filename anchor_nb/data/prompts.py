@@ -198,7 +198,7 @@ class Formatter:
         return joined, len(joined) - len(text)
 
 # %% ../../nbs/data/04_prompts.ipynb #93143fb9
-AT_ONCE = 512 # texts, ours: what the tokenizer says of one, with what it cut off, is a hundred times its ids
+AT_ONCE = 512 # texts, ours: what the tokenizer says of one, with what it cut off, is far more than its ids
 
 def format_texts(formatter: Formatter,
                  texts: list,             # strings

@@ -184,6 +184,7 @@ def score_share(tables: dict,  # dataset -> rows
             bar.update(rows[name, block])
     return dict(blocks=len(rows))
 
+# %% ../../nbs/inference/04_filtering.ipynb #0f9ef8eb
 def score_all(tables: dict, contents: dict, out: str, how: dict, # contents: dataset -> hash; how: as in `score_share`
               processes: int) -> dict: # dataset -> folder of its scores
     "Score all rows, or those that a command that was stopped has not."
