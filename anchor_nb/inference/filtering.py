@@ -165,7 +165,7 @@ def check_finite(scores: list, name: str, first: int): # of rows from number `fi
                          "weights")
 
 def score_share(tables: dict,  # dataset -> rows
-                how: dict,     # model, instructions, max_length, as for `filter_pairs`
+                how: dict,     # model, instructions, max_length, columns, as for `filter_pairs`
                 folders: dict, # dataset -> folder of its scores
                 todo: list,    # of (dataset, block), those that all processes score together
                ) -> dict:      # how many this process has scored
@@ -236,10 +236,10 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     if model:
         keep_apart(out, model=[model, *chain(find_model(model))])
         check_judge(model)
-    how = dict(model=model, instructions=instructions, max_length=max_length)
+    how = dict(model=model, instructions=instructions, max_length=max_length, columns=columns)
     lock = locked(Path(out)/".scores") if model else nullcontext()
     with lock, new_folder(Path(out)/"pairs") as pairs:
-        folders = score_all(tables, contents, out, how | dict(columns=columns), processes) if model else {}
+        folders = score_all(tables, contents, out, how, processes) if model else {}
         for name, table in tables.items():
             if model and isinstance(table, Stream) and content_hash(sources[name]) != contents[name]:
                 raise ValueError(f"{sources[name]} has changed while it was read; run the command again")
