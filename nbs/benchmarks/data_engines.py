@@ -401,8 +401,9 @@ def encode(address: str, work: Path, threads: int, light: bool) -> dict:
 def filter(address: str, work: Path, threads: int, light: bool) -> dict:
     "Query and positive of each row scored and written with their scores; the rows have no negatives."
     from anchor_nb.inference.filtering import filter_pairs
-    facts = next(iter(filter_pairs(address, str(work/"left"), model="tiny", instructions="none",
-                                   max_length=64).values()))
+    how = reading(work, light)
+    facts = next(iter(filter_pairs(address, str(work/"left"), model=how["model"], instructions="none",
+                                   max_length=how["max_length"]).values()))
     return dict(written=facts["written"])
 
 
@@ -483,7 +484,7 @@ def main():
     parser.add_argument("--resume", action="store_true", help="go on in the folder of a run that was stopped")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="where the rows go")
     given = parser.parse_args()
-    if given.light and (heavy := {*given.engines} - {"encode", "mine_vectors", "mine_corpus"}):
+    if given.light and (heavy := {*given.engines} - {"encode", "mine_vectors", "mine_corpus", "filter"}):
         parser.error(f"--light makes no difference to {', '.join(sorted(heavy))}")
     folder = given.folder/f"rows-{given.rows}"
     if given.what == "make": make(given.rows, folder)
