@@ -399,11 +399,11 @@ def encode(address: str, work: Path, threads: int, light: bool) -> dict:
 
 
 def filter(address: str, work: Path, threads: int, light: bool) -> dict:
-    "Query and positive, or the query twice, of each row scored and written; the rows have no negatives."
+    "Query and positive of each row scored and written with their scores; the rows have no negatives."
     from anchor_nb.inference.filtering import filter_pairs
     how = reading(work, light)
     facts = next(iter(filter_pairs(address, str(work/"left"), model=how["model"], instructions="none",
-                                   max_length=how["max_length"], columns=dict(positive=how["field"])).values()))
+                                   max_length=how["max_length"]).values()))
     return dict(written=facts["written"])
 
 
