@@ -468,9 +468,10 @@ class Adapt(Recipe):
     pairs: str = setting("", "a table of queries and what answers them; empty: queries are made from the documents",
                          reads="files", group="first")
     out: str = setting("runs/adapt", "where the model, the verdict and all steps go", how=True, group="first")
-    base: str = setting("auto", "auto: minilm, and smollm2-135m where time allows; or models, with commas between",
-                        "ours: the exam decides", reads="model", group="first")
-    minutes: float = setting(60.0, "time for training, on this machine and roughly", "ours", group="first", bound=">0")
+    base: str = setting("auto", "models to train, with commas between; minilm always is. auto: smollm2-135m too, where "
+                        "time allows", "ours: the exam decides", reads="model", group="first")
+    minutes: float = setting(60.0, "for training language models, roughly; minilm takes what it needs", "ours",
+                             group="first", bound=">0")
     seed: int = setting(0, "seed of the exam, the draws and the training", "ours", group="first", bound="[0,2**32)")
     exam_queries: int = setting(300, "queries of the exam, never trained on; at most a fourth of all",
                                 "ours: tells differences of about 6 points", bound=">0")

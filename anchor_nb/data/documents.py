@@ -7,15 +7,18 @@ __all__ = ['STOP', 'LONG_WORD', 'ENGLISH', 'Document', 'count_words', 'read_docu
            'pieces', 'joined', 'passages_of', 'not_english']
 
 # %% ../../nbs/data/11_documents.ipynb #6b8929d3
-import os, re
+import hashlib, json, os, re
 from collections import Counter
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Iterator, NamedTuple
+from ..core.files import write_text
 from ..core.names import near_paths
+from ..core.progress import announce
 from .deduplication import UNSPACED, plain
+from .packages import cache_dir
 from .shards import is_address
 from .tables import check_columns, files_below, find_sources, format_of, table_rows
 
@@ -139,13 +142,16 @@ def from_office(name: str, path: Path) -> Document:
     return from_markdown(name, MarkItDown().convert(str(path)).text_content)
 
 def decoded_text(path: Path) -> str:
-    "A file's text; ValueError for one that is binary or not UTF-8."
+    "A file's text, in UTF-8 or the encoding that a web page names; ValueError for others, and for a binary file."
     content = path.read_bytes()
-    if b"\0" in content[:2**16] and content[:2] not in (b"\xff\xfe", b"\xfe\xff"):
+    wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+    if b"\0" in content[:2**16] and not wide:
         raise ValueError("binary")
-    try: return content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
+    named = re.search(rb"<(?:meta|\?xml)\b[^>]*(?:charset|encoding)=[\"']?([\w-]+)", content[:1024])
+    for encoding in ["utf-16" if wide else "utf-8-sig", *([named[1].decode()] if named else [])]:
+        try: return content.decode(encoding)
+        except (UnicodeDecodeError, LookupError): pass
+    raise ValueError("not UTF-8")
 
 MARKUP = {".md": from_markdown, ".markdown": from_markdown, ".html": from_html, ".htm": from_html, ".xhtml": from_html,
           ".txt": from_text, ".text": from_text, ".rst": from_text, ".tex": from_text, ".org": from_text}
@@ -186,13 +192,18 @@ def guessed(rows: list, columns: dict) -> dict: # rows: with our names for `colu
     return dict(text=find("text", texts) or max(texts, key=texts.get, default=""), title=find("title", held),
                 id=find("id", held)) | {ours: ours for ours in columns}
 
-def from_table(source: str, columns: dict) -> Iterator: # of `Document`
-    "The documents of one table; ValueError when no column holds text."
+def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or ours where `columns` names it
+    "The columns of a table that are read; ValueError when none holds text."
     first = [row for _, row in islice(table_rows(source, columns), 100) if isinstance(row, dict)]
     named = guessed(first, columns)
     if not named["text"] or first and not any(named["text"] in row for row in first):
         held = ", ".join(map(str, first[0])) if first else "no row"
         raise ValueError(f"{source} has no column of texts (it has {held}); name it with columns='{{text: ...}}'")
+    return named
+
+def from_table(source: str, columns: dict) -> Iterator: # of `Document`
+    "The documents of one table."
+    named = named_in(source, columns)
     for number, (_, row) in enumerate(table_rows(source, columns)):
         if not isinstance(row, dict): continue
         text, title = row.get(named["text"]), row.get(named["title"]) if named["title"] else ""
@@ -201,6 +212,11 @@ def from_table(source: str, columns: dict) -> Iterator: # of `Document`
             yield Document(str(number if name is None else name), str(title or ""), [("", text.strip())])
 
 # %% ../../nbs/data/11_documents.ipynb #4299284d
+def columns_read(named: dict) -> str: # our name -> the table's
+    "Which columns of a table are read, in words."
+    return (f"texts from {named['text']}, {'titles from ' + named['title'] if named['title'] else 'no titles'}, "
+            f"{'ids from ' + named['id'] if named['id'] else 'numbers of rows as ids'}")
+
 def storable(document: Document) -> Document:
     "Without what UTF-8 cannot hold: halves of a character, or a file name in another encoding."
     clean = lambda text: text.encode("utf-8", "replace").decode()
@@ -242,16 +258,25 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
     if far or is_tables(place) or not place.exists():
         tables = find_sources(source).values()
+        for table in tables: announce(f"{Path(table).name}: {columns_read(named_in(table, columns) | columns)}")
         documents, skipped = [document for table in tables for document in from_table(table, columns)], {}
     elif place.is_file(): documents, skipped = [read_alone(place)], {}
     else: documents, skipped = in_folder_of_texts(place, columns)
     if not documents:
-        why = "; ".join(f"{count} x {reason}" for reason, count in Counter(skipped.values()).most_common(3))
-        raise ValueError(f"{source} holds no document that can be read{f' ({why})' if why else ''}; put .txt, .md, "
-                         ".html, .pdf, .docx or tables there")
+        why = f" ({left_out(skipped)})" if skipped else ""
+        raise ValueError(f"{source} holds no document that can be read{why}; put .txt, .md, .html, .pdf, .docx or "
+                         "tables there")
     return list(map(storable, documents)), skipped
 
 # %% ../../nbs/data/11_documents.ipynb #36e5da42
+def left_out(skipped: dict) -> str: # path -> why; empty: nothing is
+    "Which files are not read, and why."
+    names = {}
+    for name, why in skipped.items(): names.setdefault(why, []).append(name)
+    listed = lambda paths: ", ".join(paths[:3]) + ", ..."*(len(paths) > 3)
+    parts = [f"{len(paths)} x {why} ({listed(paths)})" for why, paths in names.items()]
+    return f"{len(skipped)} file{'s'*(len(skipped) != 1)} left out: {'; '.join(parts[:5])}" if parts else ""
+
 def read_alone(path: Path) -> Document:
     "One file; ValueError names it."
     try: return read_file(path, path.name)
@@ -313,10 +338,36 @@ def passages_of(documents: list, # of `Document`
         raise ValueError(f"no document has a passage of {shortest} words; give longer texts")
     return kept, repeats
 
+# %% ../../nbs/data/11_documents.ipynb #d0c5a002
+def shown(passage: Passage, titled: bool = True) -> str:
+    "A passage as it is embedded: below its title and heading, unless these are what is asked."
+    above = [part for part in dict.fromkeys((passage.title, passage.heading)) if part] if titled else []
+    return "\n".join([*(part for part in above if not passage.text.startswith(part)), passage.text])
+
+def searched_passages(passages: list, titled: bool = True) -> Iterator: # of rows
+    "Passages as rows of a corpus, each named after its document, and numbered where that has several."
+    parts, seen = Counter(passage.document for passage in passages), Counter()
+    for passage in passages:
+        seen[passage.document] += 1
+        number = f", passage {seen[passage.document]}"*(parts[passage.document] > 1)
+        yield dict(_id=passage.document + number, text=shown(passage, titled))
+
+def holds_texts(folder: Path) -> bool:
+    "Whether files of text, and not tables, lie in a folder or below it."
+    return folder.is_dir() and any(path.suffix.lower() in (*MARKUP, *OFFICE) for path in files_below(folder))
+
+def passages_file(folder: Path) -> Path: # of JSONL, in the cache
+    "The passages of a folder of files as a table, which is another file whenever one of them changes."
+    documents, skipped = read_documents(str(folder))
+    if skipped: announce(left_out(skipped))
+    rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages_of(documents)[0]))
+    content = hashlib.sha256(rows.encode()).hexdigest()[:16]
+    return write_text(cache_dir()/"passages"/content/f"{folder.resolve().name}.jsonl", rows)
+
 # %% ../../nbs/data/11_documents.ipynb #27a38096
 ENGLISH = set("the of and to in a is that for it as with on by are be this or from an at which you can not".split())
 
 def not_english(texts: list, share: float = 0.08) -> float: # in [0, 1]
-    "The share of texts of 20 words and more in which few of the commonest English words occur; a rough guess."
+    "The share of texts that have 20 words or more and few of the commonest English ones; a rough guess."
     long = [words for words in (re.findall(r"\w+", text.lower()) for text in texts) if len(words) >= 20]
-    return sum(sum(word in ENGLISH for word in words) < share*len(words) for words in long)/max(1, len(long))
+    return sum(sum(word in ENGLISH for word in words) < share*len(words) for words in long)/max(1, len(texts))

@@ -185,7 +185,7 @@ def advice(curve: dict,    # number of pairs -> nDCG@10 in [0, 1]
                      "be better. Ask harder questions, or let it search more passages (exam_documents).")
     elif hits["needed"]:
         lines.append(f"The exam has {hits['queries']} queries and would need about {hits['needed']:,} to tell such a "
-                     "difference: collect more pairs; it takes a fourth of them, and exam_queries at most.")
+                     "difference: collect more pairs; the exam takes a fourth of them, at most exam_queries.")
     if made:
         lines.append("The queries were made from the documents. They are not what people will ask: some hundred real "
                      "questions with their answers, as --pairs, are worth more than thousands of these.")

@@ -176,7 +176,7 @@ class Draft(Hiding):
         if not self.signals: self.begun = begun
         elif begun > self.begun:
             name = signal.Signals(self.signals[0]).name
-            raise Stopped(f"stopped by {name} between two cells; run the same command to resume")
+            raise Stopped(f"stopped by {name}; run the same command to resume")
 
 # %% ../../nbs/experiments/00_stages.ipynb #0ef4613e
 def finished(folder: Path, stage: str) -> bytes: # its content; empty where nothing is finished

@@ -21,6 +21,7 @@ from ..core.files import keep_apart, write_text
 from ..core.progress import announce, progress
 from ..core.settings import Recipe, check_names, identity, setting
 from ..core.redaction import without_secrets
+from ..data.documents import holds_texts, passages_file
 from ..data.prompts import Prompt
 from ..data.shards import is_address
 from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines, listed,
@@ -88,10 +89,11 @@ class Piece(NamedTuple):
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
-    "The files of a corpus; of a BEIR folder its documents alone."
+    "The files of a corpus; of a BEIR folder its documents alone, of a folder of texts the table of their passages."
     if beir := texts_file(set_in(Path(corpus).expanduser()), "corpus"): return [str(beir)]
     try: return list(find_sources(corpus).values())
     except FileNotFoundError as error:
+        if holds_texts(folder := Path(corpus).expanduser()): return [str(passages_file(folder))]
         raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #506dcbfe

@@ -64,9 +64,13 @@ def match_pairs(rows: list,     # in the common form
     for row in rows:
         numbers = dict.fromkeys(answers.find(row["query"], text) for text in row["positives"])
         pairs += [(row["query"], number) for number in numbers if number is not None]
-        if set(numbers) == {None}: lost.append(row["query"])
+        if set(numbers) == {None}: lost.append(row)
     if 2*len(lost) > len(rows):
-        raise ValueError(f"{len(lost)} of {len(rows)} pairs in {source} point to no document, such as "
-                         f"{lost[0][:60]!r}; an answer must be a text of the documents, a part of one, or a "
-                         f"document's id or path, such as {passages[0].document}")
-    return list(dict.fromkeys(pairs)), lost
+        begun = lambda text: repr(text[:60] + "..."*(len(text) > 60))
+        exchanged = all(answers.under(row["query"], answers.names) for row in lost[:10])
+        fix = "the queries are documents, so exchange the two columns" if exchanged else (
+            f"an answer must be a text of the documents, a part of one, or a document's id or path, such as "
+            f"{passages[0].document}")
+        raise ValueError(f"{len(lost)} of {len(rows)} answers in {source} are in no document, such as "
+                         f"{begun(lost[0]['positives'][0])}, for the query {begun(lost[0]['query'])}; {fix}")
+    return list(dict.fromkeys(pairs)), [row["query"] for row in lost]

@@ -20,7 +20,8 @@ from ..core.recipe import Adapt, Mine, Stage2
 from ..core.redaction import without_secrets
 from ..core.settings import default
 from ..data.deduplication import plain
-from ..data.documents import Passage, first_sentence, not_english, passages_of, read_documents, readers
+from ..data.documents import (Passage, first_sentence, left_out, not_english, passages_of, read_documents,
+                                       readers, searched_passages, shown)
 from ..data.prompts import LAYOUT_FILE
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
@@ -36,7 +37,9 @@ from ..inference.search import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
-from .card import UNREAD, UNREPEATED, UNSCORED, UNTRAINED, as_loaded, export_with_card
+from .card import (UNREAD, UNREPEATED, UNSCORED, UNTRAINED, as_loaded, export_with_card,
+                                    with_known)
+from .export import ADAPTED
 from .lineage import foundation, public
 from ..runs.identity import engine_of, files_content, model_content
 from ..runs.launch import launch
@@ -86,6 +89,7 @@ def at_home(recipe: Adapt) -> Adapt:
 def read_step(recipe: Adapt, part: Path) -> dict:
     "Documents as passages; ValueError for too few documents."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
+    if skipped: announce(left_out(skipped))
     passages, repeats = passages_of(documents, recipe.words)
     kept = len({passage.document for passage in passages})
     if kept < FEWEST["documents"]:
@@ -96,17 +100,12 @@ def read_step(recipe: Adapt, part: Path) -> dict:
     write_lines(part/"repeats.jsonl", repeats)
     write_lines(part/"links.jsonl", link_pairs(documents, passages))
     return dict(documents=len(documents), passages=len(passages), repeated=len(repeats), skipped=len(skipped),
-                reasons=dict(Counter(skipped.values()).most_common(5)), examples=dict(list(skipped.items())[:5]),
+                left_out=left_out(skipped),
                 not_english=round(not_english([passage.text for passage in passages[:2000]]), 3))
 
 def read_lines(path: Path) -> list:
     "The rows of a JSONL file that a step wrote."
     with open(path, encoding="utf-8") as lines: return [json.loads(line) for line in lines]
-
-def shown(passage: Passage, titled: bool) -> str:
-    "A passage as it is embedded: below its title and heading, unless these are what is asked."
-    above = [part for part in dict.fromkeys((passage.title, passage.heading)) if part] if titled else []
-    return "\n".join([*(part for part in above if not passage.text.startswith(part)), passage.text])
 
 # %% ../../nbs/release/09_adapt.ipynb #22df7e6d
 MINER, SURVEYED = "minilm", 5000 # the encoder that filters and mines; passages it looks at, and all that are asked
@@ -141,15 +140,19 @@ def sentence_pairs(passages: list) -> list: # of `Passage` -> of (query, number 
              if min(len(first.split()), len(rest.split())) >= FEWEST["words"]]
     if len(pairs) >= FEWEST["sentences"]: return pairs
     raise ValueError(f"{len(pairs)} of {len(passages)} passages have a second sentence, and without pairs there is "
-                     "nothing else to learn from; give pairs of your own, or search with minilm and --bm25 0.3 as they "
-                     "are")
+                     "nothing else to learn from; give pairs of your own, or search without training: anchor-nb search "
+                     "minilm DOCUMENTS QUESTION --bm25 0.3")
+
+def matched_pairs(recipe: Adapt, passages: list, repeats: list) -> tuple: # as `match_pairs`, and how many were given
+    "The user's pairs with the passages that answer."
+    rows = [row for table in load_pairs(recipe.pairs, columns=recipe.columns).values() for row in table]
+    return *match_pairs(rows, passages, recipe.pairs, repeats), len(rows)
 
 def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: list) -> dict:
     "Which query asks for which passage."
     if recipe.pairs:
-        rows = [row for table in load_pairs(recipe.pairs, columns=recipe.columns).values() for row in table]
-        matched, lost = match_pairs(rows, passages, recipe.pairs, repeats)
-        sentences, counts = [], dict(given=len(rows), lost=len(lost), examples=lost[:5])
+        matched, lost, given = matched_pairs(recipe, passages, repeats)
+        sentences, counts = [], dict(given=given, lost=len(lost), examples=lost[:5])
     else:
         sentences = sentence_pairs(passages)
         matched, counts = made_pairs(recipe, passages, links)
@@ -358,6 +361,8 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     read = steps.run("read", lambda part: read_step(recipe, part),
                      documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
                      words=recipe.words, readers=readers())
+    made = [(steps.folder("read")/f"{name}.jsonl").read_bytes() for name in ("passages", "repeats", "links")]
+    steps.keys["read"] = hashlib.sha256(b"\n".join(made)).hexdigest() # files that were left out decide nothing
     passages = passages_in(steps)
     repeats, links = (read_lines(steps.folder("read")/name) for name in ("repeats.jsonl", "links.jsonl"))
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
@@ -377,6 +382,7 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
         return {name: result["pairs"][name] for name in ("rows", "negatives", "without", "refused")}
     return dict(read=read, pairs=pairs, split=split, mine=steps.run("mine", mined, ("split",)))
 
+# %% ../../nbs/release/09_adapt.ipynb #5c7f20a1
 def with_negatives(rows: list, pool: list, seed: int) -> list: # pool: texts
     "Rows for which no negative was found get any text, since trainers use negatives only where every row has one."
     drawn = random.Random(seed)
@@ -462,12 +468,12 @@ def exam_step(candidates: dict, exam: Retrieval, chosen: str, weights: dict, kno
 def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentences
     "What a reader must know of the inputs."
     read, pairs, split = facts["read"], facts["pairs"], facts["split"]
-    skipped = f", {read['skipped']} files left out ({'; '.join(read['reasons'])})" if read["skipped"] else ""
-    lines = [f"{read['documents']:,} documents, {read['passages']:,} passages{skipped}; {read['repeated']} repeated an "
-             "earlier passage."]
+    lines = [f"{read['documents']:,} documents, {read['passages']:,} passages; {read['repeated']} repeated an earlier "
+             "passage."]
+    if read["skipped"]: lines.append(f"{read['left_out']}.")
     if read["not_english"] > 0.1:
-        lines.append(f"About {100*read['not_english']:.0f} % of the longer passages do not look English. BM25 as used "
-                     "here and all-MiniLM know English only: name a multilingual base, and read the comparison with "
+        lines.append(f"About {100*read['not_english']:.0f} % of the passages do not look English. BM25 as used here "
+                     "and all-MiniLM know English only: name a multilingual base, and read the comparison with "
                      "care.")
     if pairs["made"]:
         asked = f" and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator}"
@@ -483,7 +489,8 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
                  f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
     for label, facts in candidates.items():
         if facts.get("share") == 0:
-            lines.append(f"{label} is as it was before: on the development split training made it no better.")
+            lines.append(f"{label} equals what it was before: training did not improve it on the development split, so "
+                         "the trained weights were not kept.")
         if 0 < (share := facts.get("share", 0)) < 1:
             lines.append(f"{label} has {100*share:.0f} % of the weights after training and {100 - 100*share:.0f} % of "
                          "those before: on the development split this average was ahead of both.")
@@ -550,18 +557,22 @@ def as_command(recipe: Adapt) -> str:
                                                                             for name, value in given.items())])
 
 def tuned_words(recipe: Adapt, winner: dict) -> dict: # what a card says without a manifest -> what is known
-    "How sentence-transformers tuned an encoder, for its card."
+    "How a model was trained, for its card."
     name = foundation(winner["model"])["name"]
-    texts, share = f"{winner['pairs']:,} pairs of {Path(recipe.documents).name}", 100*winner["share"]
+    texts = f"{winner['pairs']:,} pairs of {Path(recipe.pairs or recipe.documents).name}"
+    again = f"With anchor_nb {__version__}:\n\n```bash\n{as_command(recipe)}\n```"
+    known = {as_loaded(name): f"This is {name}, tuned by anchor_nb {__version__} on texts of its user.",
+             UNREAD: f"{texts}, given by the user; their licence is not on record.", UNREPEATED: again}
+    if winner["library"] != "sentence-transformers": # its first card has its runs
+        return known | {UNTRAINED: f"Trained contrastively on {texts}, {winner['steps']} steps of {BATCH} pairs."}
+    share = 100*winner["share"]
     best = max(winner["epochs"], key=lambda epoch: (int(epoch) > 0, winner["epochs"][epoch])) # 0: before training
     part = f" The model has {share:.0f} % of the weights after training and the rest of those before."*(share < 100)
     how = (f"Tuned with sentence-transformers (MultipleNegativesRankingLoss, a negative for each pair) on {texts}: "
            f"learning rate {winner['rate']:g}, epoch {best} of {len(winner['epochs']) - 1}, batches of "
            f"{winner['batch']}, texts cut at {winner['max_length']} tokens, seed {winner['seed']}.{part} Rate, epoch "
            "and share of weights were chosen on a development split.")
-    again = f"With anchor_nb {__version__}:\n\n```bash\n{as_command(recipe)}\n```"
-    return {as_loaded(name): f"This is {name}, tuned by anchor_nb {__version__} on texts of its user.", UNTRAINED: how,
-            UNREAD: f"{texts}, given by the user; their licence is not on record.", UNREPEATED: again}
+    return known | {UNTRAINED: how}
 
 # %% ../../nbs/release/09_adapt.ipynb #5fb61a9c
 CARD = """On the documents that it was adapted to: {sentence}
@@ -589,37 +600,36 @@ def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: li
     if weight := result["systems"][chosen].get("weight"):
         write_json(part/"model"/SEARCH, dict(bm25=weight))
         text += TOGETHER.format(weight=weight)
-    known = tuned_words(recipe, winner) if winner["library"] == "sentence-transformers" else {}
-    page = card.read_text(encoding="utf-8")
-    for old, new in (known | {UNSCORED: text}).items(): page = page.replace(old, new)
-    if known and "\nbase_model:" in page:
-        page = page.replace("\nlibrary_name:", "\nbase_model_relation: finetune\nlibrary_name:", 1)
-    write_text(card, without_secrets(page))
+    known = tuned_words(recipe, winner) | {UNSCORED: text}
+    write_text(card, without_secrets(with_known(card.read_text(encoding="utf-8"), known)))
+    write_json(part/"model"/ADAPTED, {old: without_secrets(new) for old, new in known.items()})
     for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
     (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])
 
+def set_aside(model: Path):
+    "Give the model of an earlier run another name, since another verdict is about to stand beside it."
+    if not model.exists(): return
+    names = (model.with_name(f"model.before-{n}") for n in itertools.count(1))
+    place = next(name for name in names if not name.exists())
+    model.rename(place)
+    announce(f"the model of an earlier run is now {place}")
+
 def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: list, chosen: str) -> str: # its folder
-    "OUT/model, if it is better than what was there; none otherwise."
+    "OUT/model, if it is better than what was there; none otherwise. One of an earlier run is set aside."
     target = Path(recipe.out)/"model"
     if not result["verdict"]["better"]:
-        if target.exists(): shutil.rmtree(target)
+        set_aside(target)
         return ""
     winner = candidates[chosen.removesuffix(" + BM25")]
     steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("exam",),
               target=shown_target(recipe), notes=notes)
+    if "export" in steps.fresh: set_aside(target)
     with new_folder(target) as part: shutil.copytree(steps.folder("export"), part, dirs_exist_ok=True,
                                                      ignore=shutil.ignore_patterns("step.json", "files.json"))
     return str(target)
 
 # %% ../../nbs/release/09_adapt.ipynb #check-out
-def searched_passages(passages: list, titled: bool) -> Iterator: # of rows
-    "Passages as the exam searches them, each named after its document."
-    seen = Counter()
-    for passage in passages:
-        seen[passage.document] += 1
-        yield dict(_id=f"{passage.document}, passage {seen[passage.document]}", text=shown(passage, titled))
-
 def check_out(out: Path):
     "ValueError where steps or a model that no adaptation made would be replaced."
     steps = [folder for folder in (out/"steps").glob("*") if not folder.name.startswith(".")]
@@ -628,6 +638,18 @@ def check_out(out: Path):
                          "choose another out, or move that away")
     if (out/"model").exists() and not steps:
         raise ValueError(f"{out} holds a model of another run, which a verdict could replace; choose another out")
+
+def checked(recipe: Adapt) -> Adapt:
+    "The recipe with ~ as the home folder; ValueError or FileNotFoundError for places and models that cannot be used."
+    if not recipe.documents:
+        raise ValueError("documents is empty; name a folder of texts, or a table")
+    recipe = at_home(recipe)
+    keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs, base=bases_of(recipe)[0])
+    check_out(Path(recipe.out))
+    if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split
+        raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")
+    for base in bases_of(recipe)[0]: check_base(base)
+    return recipe
 
 def check_base(base: str):
     "ValueError or FileNotFoundError for a model that is not there, or could not be exported after it was trained."
@@ -653,16 +675,8 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     Raises:
         ValueError, FileNotFoundError: documents or pairs that cannot be used, before anything is trained.
     """
-    if not recipe.documents:
-        raise ValueError("documents is empty; name a folder of texts, or a table")
-    recipe = at_home(recipe)
-    keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs, base=bases_of(recipe)[0])
-    out = Path(recipe.out)
-    check_out(out)
-    if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split
-        raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")
-    for base in bases_of(recipe)[0]: check_base(base)
-    steps = Steps(recipe.out)
+    recipe = checked(recipe)
+    out, steps = Path(recipe.out), Steps(recipe.out)
     facts = prepared(recipe, steps)
     rows = with_negatives([row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table],
                           [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")], recipe.seed)
@@ -717,41 +731,22 @@ def encoder_size(base: str) -> int:
 def outlook_row(step: str, what: str, minutes: float = 0.0, memory: float = 0.0) -> str: # memory: bytes
     "A line of the plan."
     cost = f"{minutes:7.1f} min" if minutes else " "*11
-    return f"{step:12} {cost} {f'{memory/1e9:5.1f} GB' if memory else ' '*8}  {what}".rstrip()
+    return f"{step:18} {cost} {f'{memory/1e9:5.1f} GB' if memory else ' '*8}  {what}".rstrip()
 
-# %% ../../nbs/release/09_adapt.ipynb #8def5c2f
-def outlook(recipe: Adapt) -> list: # of lines
-    "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
+# %% ../../nbs/release/09_adapt.ipynb #7d41c0e2
+def training_rows(recipe: Adapt, tuning: float, # minutes of MiniLM; so are `searched`, one pass over the passages
+                  searched: float, tokens: float) -> tuple: # tokens: of a passage
+    "The lines of all trainings, and the passes over the passages that the exam takes, in units of MiniLM."
     from anchor_nb.training.flops import find_shape
     from anchor_nb.training.precision import cpu_gain
-    recipe = at_home(recipe)
-    documents, skipped = read_documents(recipe.documents, recipe.document_columns)
-    passages, _ = passages_of(documents, recipe.words)
-    counted = f"{len(documents):,} documents, {len(passages):,} passages, {len(skipped)} files left out"
-    lines = [outlook_row("read", counted)]
-    if recipe.pairs: pairs = sum(map(len, load_pairs(recipe.pairs, columns=recipe.columns).values()))
-    else:
-        pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages))
-        pairs += min(recipe.questions, len(passages))
-    exam, dev = part_sizes(pairs, recipe)
-    left = pairs - exam - dev if recipe.pairs else len(sentence_pairs(passages))
-    train = min(recipe.train_pairs or left, left)
-    minutes = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
-    made = f"{pairs:,} titles, links and questions at most, fewer after the round trip"
-    most = dict(pairs=f"{pairs:,} at most" if recipe.pairs else made,
-                split=f"exam {exam} queries, development {dev}, training {train:,} pairs at most")
-    lines += [outlook_row(step, what) for step, what in most.items()]
-    lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
-    tokens = fmean(min(256, 1.4*len(passage.text.split())) for passage in passages)
-    searched = minutes/6*min(len(passages), recipe.exam_documents or len(passages)) # by MiniLM, of one part
-    tuning = minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched
-    systems = 0.0 # passes over the passages, in units of MiniLM
+    lines, systems = [], 0.0
     for base in bases_of(recipe)[0]:
         name = f"train-{Path(base).name}"
         if is_encoder(base):
             share = encoder_size(base)/MINER_SIZE
             systems += 2*share # as it is and tuned
-            lines.append(outlook_row(name, f"3 short runs, then {recipe.epochs} epochs at most", share*tuning,
+            epochs = f"{recipe.epochs} epoch{'s'*(recipe.epochs != 1)}"
+            lines.append(outlook_row(name, f"3 short runs, then at most {epochs}", share*tuning,
                                      PROCESS + share*(16*23e6 + ACTIVE*MINI*tokens)))
             continue
         shape = find_shape(base)
@@ -760,7 +755,45 @@ def outlook(recipe: Adapt) -> list: # of lines
         systems += passes # as it is; the vectors of the tuned one are known by then
         lines.append(outlook_row(name, "as many steps as fit; scored after each epoch",
                                  SHARE*recipe.minutes + recipe.epochs*passes*searched, 16*shape.decoder))
+    return lines, systems
+
+# %% ../../nbs/release/09_adapt.ipynb #8def5c2f
+def outlook(recipe: Adapt) -> list: # of lines
+    "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
+    recipe = checked(recipe)
+    documents, skipped = read_documents(recipe.documents, recipe.document_columns)
+    passages, repeats = passages_of(documents, recipe.words)
+    lines = [outlook_row("read", f"{len(documents):,} documents, {len(passages):,} passages")]
+    if skipped: lines.append(outlook_row("", left_out(skipped)))
+    if recipe.pairs:
+        matched, lost, _ = matched_pairs(recipe, passages, repeats)
+        pairs = len({query for query, _ in matched})
+        what = f"{len(matched):,} found in the documents, {len(lost):,} not"
+    else:
+        pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages))
+        pairs += min(recipe.questions, len(passages))
+        what = (f"{pairs:,} titles, links and questions at most; only those with which MiniLM finds the passage again "
+                "are kept, often far fewer")
+    exam, dev = part_sizes(pairs, recipe)
+    left = pairs - exam - dev if recipe.pairs else len(sentence_pairs(passages))
+    train = min(recipe.train_pairs or left, left)
+    minutes = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
+    lines += [outlook_row("pairs", what),
+              outlook_row("split", f"exam {exam} queries, development {dev}, training {train:,} pairs at most")]
+    lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
+    searched = minutes/6*min(len(passages), recipe.exam_documents or len(passages)) # by MiniLM, of one part
+    tuning = minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched
+    tokens = fmean(min(256, 1.4*len(passage.text.split())) for passage in passages)
+    trainings, systems = training_rows(recipe, tuning, searched, tokens)
+    lines += trainings
     if recipe.curve:
         lines.append(outlook_row("curve", "a fourth and half of the pairs", minutes*recipe.epochs*0.75*train))
     lines.append(outlook_row("exam", "all systems, alone and with BM25", systems*searched))
-    return [*lines, outlook_row("export", "OUT/model with a card, if it is better; OUT/verdict.html")]
+    lines.append(outlook_row("export", "OUT/model with a card, if it is better; OUT/verdict.html"))
+    told = []
+    if (Path(recipe.out)/"model").exists():
+        told.append("OUT/model is there; with another outcome it is kept as OUT/model.before-1, or the next number")
+    if tuning > recipe.minutes:
+        told.append(f"minutes={recipe.minutes:g} limits language models only; fewer train_pairs, epochs or "
+                    f"exam_documents shorten train-{MINER}")
+    return lines + [outlook_row("", text) for text in told]

@@ -26,7 +26,7 @@ from ..experiments.report import run_facts
 from ..losses.carry import summed_up
 from .lineage import commands, data_sets, foundation, lineage, merged_parts, public
 from .snippets import exported_facts, usage
-from ..runs.ledger import read_rows
+from ..runs.ledger import read_json, read_rows
 
 # %% ../../nbs/release/04_card.ipynb #650b5cbd
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class CardContent:
     parts: list          # (model, weight) of a merged model
     facts: dict          # from `exported_facts`; empty: not exported
     checked: dict | None # from `export.check`
+    known: dict          # what a card says where nothing is on record -> what `adapt` has recorded
 
 def step_of(model: str, runs: list) -> int: # 0 before stage II and for a merged model
     "The number of stage II steps behind a model."
@@ -74,9 +75,10 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
            label: str = "", checked: dict = None) -> CardContent: # all as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
     from anchor_nb.models.resolve import find_model
+    from anchor_nb.release.export import ADAPTED
     model = os.path.expanduser(model)
     runs, merged = lineage(model), merged_parts(model)
-    if not runs: find_model(str(model)) # FileNotFoundError where there is nothing
+    adapted = Path(model if runs else find_model(str(model)), ADAPTED) # FileNotFoundError where there is nothing
     place = find_ledger(ledger, runs)
     rows = comparable(read_rows(place)) if place else []
     labels = {row["label"] for row in rows}
@@ -89,7 +91,8 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
     return CardContent(name=name or Path(folder).name, runs=runs, base=base, data=data_sets(runs, licences), rows=rows,
                        per_query=load_per_query(rows, place.parent/"per_query") if place else {}, label=label,
                        step=step_of(model, runs), license=license or base["license"], parts=parts,
-                       facts=exported_facts(out, checked) if out else {}, checked=checked)
+                       facts=exported_facts(out, checked) if out else {}, checked=checked,
+                       known={} if runs or not adapted.is_file() else read_json(adapted))
 
 # %% ../../nbs/release/04_card.ipynb #3de13f5c
 def cell(value) -> str:
@@ -264,13 +267,16 @@ def history(card: CardContent) -> str:
         how = f"{len(stages)} training runs, whose models were then merged: {parts}"
     return f"A text embedder{size}, trained from {card.base['name']} with {code_versions(card.runs)} in {how}."
 
+LOADED = "This is "
+
 def as_loaded(name: str) -> str:
     "What is known of a model without a manifest."
-    return f"This is {name}, as loaded by anchor_nb {__version__}."
+    return f"{LOADED}{name}, as loaded by anchor_nb {__version__}."
 
 def summary(card: CardContent) -> str:
     "What the model is, in two sentences."
-    text = history(card) if card.runs else as_loaded(card.base["name"])
+    told = next((text for old, text in card.known.items() if old.startswith(LOADED)), as_loaded(card.base["name"]))
+    text = history(card) if card.runs else told
     if not (facts := card.facts): return text
     details = [f"pooling: {facts['pooling']}", "bidirectional attention" * facts["bidirectional"],
                "normalized to length 1" * facts["normalize"], facts["dtype"] and f"stored as {facts['dtype']}"]
@@ -393,6 +399,12 @@ This card was written by anchor_nb {{ version }} from the files of the runs.
 '''
 
 # %% ../../nbs/release/04_card.ipynb #c6a876d9
+def with_known(page: str, known: dict) -> str: # known: as in `CardContent`
+    "A card with what `adapt` knows of a model that no run of ours has trained."
+    for old, new in known.items(): page = page.replace(old, new)
+    if UNTRAINED not in known or "base_model_relation:" in page or "\nbase_model:" not in page: return page
+    return page.replace("\nlibrary_name:", "\nbase_model_relation: finetune\nlibrary_name:", 1)
+
 def licence_line(card: CardContent) -> str:
     "The licence, and who says so."
     if not card.license: return "unknown, see Limits"
@@ -406,14 +418,15 @@ def write_card(card: CardContent) -> str:
     carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in card.runs]
     stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}", says,
                departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(card.runs, carried)]
-    card = ModelCard.from_template(
+    page = ModelCard.from_template(
         card_data(card), template_str=PAGE, title=card.name.rpartition("/")[2], summary=summary(card),
         licence=licence_line(card), usage=card.facts and usage(card.name, card.facts, card.checked), row=row,
         scores=score_table(card), unscored=UNSCORED, untrained=UNTRAINED, unread=UNREAD, unrepeated=UNREPEATED,
         beside_paper=beside_paper(card), facts=facts_table(card.runs),
         stages=stages, data=data_table(card), commands=card.runs and command_lines(card),
         versions=code_versions(card.runs), limits=limits(card), paper=paper()["paper"], version=__version__)
-    return without_secrets(re.sub(r"\n{3,}", "\n\n", card.content).strip() + "\n")
+    text = with_known(re.sub(r"\n{3,}", "\n\n", page.content).strip() + "\n", card.known)
+    return without_secrets(text)
 
 # %% ../../nbs/release/04_card.ipynb #c6d683c8
 def model_card(model: str,            # run folder, its `model`, or a snapshot; another model gets a short card

@@ -260,6 +260,8 @@ def write_folder(embedder: AnchorEmbedder, part: Path, named: dict, prompts: dic
     save_layout(part, embedder.formatter.layout, **facts, exported=dict(version=__version__, instructions=named),
                 **dict(base=base) if base else {})
 
+ADAPTED = "adapted.json" # in the folder of a model that `adapt` delivered: what its card says
+
 # %% ../../nbs/release/00_export.ipynb #26c95489
 def export(model: str,               # run folder, model folder, adapter folder, hub id or short name
            out: str,                 # a folder that does not exist yet
@@ -293,7 +295,8 @@ def export(model: str,               # run folder, model folder, adapter folder,
         if adapter: write_adapter(folder, part, base, embedder.lm.base_model_prefix + ".")
         else: write_weights(embedder, part, dtype or stored, head, facts.get("recipe", {}).get("matryoshka_dims", []))
         write_folder(embedder, part, named, written, base)
-        if Path(folder, SEARCH).is_file(): shutil.copy(Path(folder, SEARCH), part) # the weight of BM25 beside it
+        for name in (SEARCH, ADAPTED): # the weight of BM25, and what the card says
+            if Path(folder, name).is_file(): shutil.copy(Path(folder, name), part)
     return dict(out=str(out), bytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
                 dtype=dtype or stored, dimension=embedder.lm.config.hidden_size, max_length=layout.max_length,
                 pooling=embedder.pooling, prompts=written, readers=readers(out))

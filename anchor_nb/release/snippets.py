@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/release/03_snippets.ipynb #d548c963
 import json
 import re
+import shlex
 from pathlib import Path
 from ..runs.ledger import read_json
 
@@ -127,7 +128,8 @@ def usage(name: str,            # hub id or folder that the code loads
     plain = dict(reads="no", note=no_snippet(facts)) if no_snippet(facts) else {}
     readers, (mode, *notes) = facts["readers"], facts["readers"]["llama.cpp"]["note"].split("; ")
     gguf = readers["llama.cpp"] | (dict(note="; ".join(notes)) if readers["llama.cpp"]["reads"] != "no" else {})
-    serve = f"vllm serve {name} --runner pooling", f"text-embeddings-router --model-id {name} --dtype float16"
+    serve = (f"vllm serve {shlex.quote(name)} --runner pooling",
+             f"text-embeddings-router --model-id {shlex.quote(name)} --dtype float16")
     convert = "python convert_hf_to_gguf.py FOLDER --outfile model.gguf # FOLDER: the downloaded model"
     libraries = [
         ("sentence-transformers", readers["sentence-transformers"], "python", theirs, TESTED),

@@ -9,7 +9,7 @@ __all__ = ['add_row', 'keep_rows', 'checkpoints', 'drop_checkpoints', 'locked', 
 import fcntl, json, os, shutil, warnings
 from contextlib import contextmanager
 from pathlib import Path
-from ..core.files import check_whole, damage, local_places, write_text
+from ..core.files import check_whole, damage, keep_apart, local_places, write_text
 from ..core.recipe import RECIPES
 from ..core.names import near_paths
 from ..data.tables import find_sources
@@ -107,6 +107,7 @@ def check_places(stage: str, values: dict): # all parameters
 # %% ../../nbs/runs/02_checkpoints.ipynb #93d99bcd
 def check_apart(stage: str, values: dict): # parameters, `out` among them
     "ValueError if a stage would write into its input, or training would overwrite the model it starts from."
+    if stage == "adapt": keep_apart(values["out"], documents=values["documents"], pairs=values["pairs"])
     out = Path(values["out"]).expanduser().resolve()
     given = [("data", source) for source in local_places(values.get("data") or "")]
     given += [(name, values.get(name)) for name in ("model", "a", "b", "again", "guide")]

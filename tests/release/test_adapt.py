@@ -438,7 +438,7 @@ def test_duplicates_count_once(tmp_path, quick):
 
 def test_pairs_that_point_to_no_document(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", name="nowhere{n}.md")
-    refused(lambda: adapt(recipe(tmp_path)), "160 of 160 pairs", "point to no document")
+    refused(lambda: adapt(recipe(tmp_path)), "160 of 160 answers", "are in no document")
 
 
 def test_an_exam_too_small_says_how_many_queries_it_would_take(tmp_path, quick):
