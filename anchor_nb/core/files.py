@@ -165,8 +165,9 @@ def real_places(path: Path) -> list: # of resolved paths
 def local_places(source) -> list: # a path, an address, or a .yaml file that lists some; -> of paths
     "Where a source lies on this machine: itself, the folder of a file:// address, and what a .yaml file lists."
     source = os.path.expanduser(source)
-    scheme, _, rest = str(source).partition("://")
+    scheme, _, rest = str(source).rpartition("::")[2].partition("://") # behind a cache, such as simplecache::
     if scheme in ("file", "local"):
+        if Path(rest).exists(): return [rest]
         parts = Path(rest).parts
         wild = next((n for n, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
         return [str(Path(*parts[:wild]))]

@@ -369,14 +369,20 @@ def contamination(seen: dict,  # dataset and row number -> `Seen`
     return report
 
 # %% ../../nbs/data/07_deduplication.ipynb #caea0612
-def look_at(tables: dict, watch: Watch, remove: str) -> tuple: # (dataset and row -> `Seen`, numbers of rows that go)
+def look_at(tables: dict, watch: Watch, remove: str,
+            even: bool = False, # must rows keep their negatives? those of columns are as many in each
+           ) -> tuple:          # (dataset and row -> `Seen`, numbers of rows that go)
     "What the rows of all datasets contain of the test sets, where they contain something."
     seen, gone, first = {}, set(), 0
     for name, table in tables.items() if watch.keys else ():
         pairs = ((row, shown) for part in batched(table, BATCH) for row, shown in zip(part, look(part, watch)))
         for number, (row, shown) in enumerate(pairs):
             if shown.row or any(shown.negatives): seen[name, number] = shown
-            if cleaned(row, shown, remove) is None: gone.add(first + number)
+            left = cleaned(row, shown, remove)
+            if left is None: gone.add(first + number)
+            elif even and len(left["negatives"]) < len(row["negatives"]):
+                raise ValueError(f"{name}, row {number} would lose a negative that an evaluation set has, and columns need "
+                                 "as many in every row; write another format, or choose another remove")
         first += len(table)
     return seen, gone
 
@@ -480,7 +486,7 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
     for name, table in tables.items() if format == "columns" else (): fits_columns(table, sources[name])
     report, first = {}, 0
     with within(memory), database("", memory, threads) as db:
-        seen, gone = look_at(tables, Watch(db, tests, min(threshold, 1.0)), remove)
+        seen, gone = look_at(tables, Watch(db, tests, min(threshold, 1.0)), remove, format == "columns")
     decides = [hashes, columns, threshold, sorted(gone)]
     with within(memory), search(out, decides, memory, threads) as db, new_folder(Path(out)/"pairs") as pairs:
         find_repeated(db, chain.from_iterable(tables.values()), threshold, gone)

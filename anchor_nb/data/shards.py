@@ -44,6 +44,9 @@ def listing(source: str) -> tuple: # (file system, path -> what it says of the f
         raise ValueError(f"{source} cannot be listed: {error}; the storage takes credentials from the environment or "
                          "from its own configuration file") from None
     files = {path: there[path] for path in sorted(there) if there[path]["type"] == "file"}
+    lost = [path for path in sorted(there) if there[path]["type"] not in ("file", "directory")]
+    if lost: # a link on a local disk; without a word, its rows would be missing
+        raise FileNotFoundError(f"{lost[0]} is a link to nothing; mount or mend what it points to, or remove it")
     if not files:
         raise FileNotFoundError(f"{source} holds no parquet file; check the address, in which * ? and [ ] are "
                                 "wildcards, or write shards there")
@@ -55,7 +58,7 @@ def look(system, path: str) -> dict: # path -> what the file system says of it
     if set(path) & set("*?[") and not system.isdir(path): return system.glob(path, detail=True)
     within = lambda file: file[len(path.rstrip("/")):].split("/")
     return {file: info for file, info in system.find(path, detail=True).items()
-            if file.endswith(".parquet") and not any(part.startswith((".", "_")) for part in within(file))}
+            if file.lower().endswith(".parquet") and not any(part.startswith((".", "_")) for part in within(file))}
 
 STAMPS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id", "sha256", "mtime", "LastModified", "last_modified", "created")
 

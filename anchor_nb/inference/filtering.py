@@ -194,6 +194,7 @@ def score_all(tables: dict, contents: dict, out: str, how: dict, # contents: dat
     for name, folder in folders.items():
         note, decided = folder/"decides.json", json.dumps([contents[name], *decides])
         if not (note.is_file() and note.read_text(encoding="utf-8") == decided):
+            for _ in tables[name] if isinstance(tables[name], Stream) else (): pass # a faulty row costs no scores
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             write_text(note, decided)

@@ -441,7 +441,7 @@ def lines_of(engine: str) -> int:
 
 def measure(rows: int, engine: str, folder: Path, threads: int, limit: int, light: bool, resume: bool) -> dict:
     "One engine in a process of its own, with the peak of what it and its children held."
-    work = folder.parent/f"work-{engine}-{rows}"
+    work = folder.parent/f"work-{engine}-{rows}{'-light'*light}"
     if not resume:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
@@ -490,7 +490,7 @@ def main():
     if given.what == "make": make(given.rows, folder)
     elif given.what == "one":
         name, = given.engines
-        work = given.folder/f"work-{name}-{given.rows}"
+        work = given.folder/f"work-{name}-{given.rows}{'-light'*given.light}"
         if name in ENGINES: np.save(work/"dropped.npy", ENGINES[name](folder, work, given.threads))
         else:
             facts = TOOLS[name](f"file://{folder.resolve()}/rows-*.parquet", work.resolve(), given.threads,

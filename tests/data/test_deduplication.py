@@ -1,4 +1,5 @@
 "Near-duplicates and contamination, beside the slow search that compares everything with everything."
+import json
 import os
 import random
 import signal
@@ -171,3 +172,19 @@ def test_other_data_begins_anew(tmp_path, monkeypatch):
 def test_bad_input_of_deduplication(tmp_path, given, message):
     with pytest.raises((ValueError, OSError), match=message):
         dedup_pairs(**dict(data=toy_pairs(), out=str(tmp_path/"out")) | given)
+
+
+def test_columns_that_would_lose_a_negative_are_refused_before_the_search(tmp_path):
+    text = "the old mill by the river burned down twice in one winter"
+    rows = [dict(query=f"q{n}", positive=f"the answer number {n}", negative=text if n else "another text")
+            for n in range(2)]
+    (tmp_path/"rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path/"exam").mkdir()
+    (tmp_path/"exam/corpus.jsonl").write_text(json.dumps(dict(_id="d", title="", text=text)))
+    (tmp_path/"exam/queries.jsonl").write_text(json.dumps(dict(_id="q", text="what burned?")))
+    (tmp_path/"exam/qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\n")
+    given = dict(against=[str(tmp_path/"exam")], remove="documents")
+    with pytest.raises(ValueError, match="rows, row 1 would lose a negative"):
+        dedup_pairs(str(tmp_path/"rows.jsonl"), str(tmp_path/"out"), format="columns", **given)
+    assert not (tmp_path/"out").exists()
+    assert dedup_pairs(str(tmp_path/"rows.jsonl"), str(tmp_path/"out"), **given)["datasets"]["rows"]["written"] == 2

@@ -184,3 +184,26 @@ def test_rows_of_one_template_are_grouped_in_time():
     rows = [dict(query=f"q{n}", positives=["the same long sentence about nothing at all, repeated in every single row "
                                            f"of this table, and then number {n}"]) for n in range(1500)]
     assert len(group_rows(rows)) == 1
+
+
+@pytest.mark.parametrize("source", [".rows.jsonl", "file://{}/sub/..", "file://{}/.snap/*.parquet"])
+def test_a_data_set_has_a_name_that_a_file_can_have(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/".rows.jsonl").write_text('{"query": "a", "positive": "b"}')
+    with pytest.raises(ValueError, match="cannot be a data set's name"): find_sources(source.format(tmp_path))
+
+
+@pytest.mark.parametrize("address", ["{}", "file://{}", "file://{}/*.parquet"])
+def test_a_link_to_nothing_is_named(address, tmp_path):
+    "A disk that is not mounted must not cost rows without a word."
+    pandas.DataFrame([dict(query="a", positive="b")]).to_parquet(tmp_path/"a.parquet")
+    assert len(load_pairs(address.format(tmp_path))) == 1
+    (tmp_path/"b.parquet").symlink_to("/nonexistent/b.parquet")
+    with pytest.raises(FileNotFoundError, match="b.parquet is a link to nothing"): load_pairs(address.format(tmp_path))
+
+
+def test_a_cached_address_is_where_its_files_are(tmp_path):
+    (tmp_path/"w[1]").mkdir()
+    keep_apart(tmp_path/"out", data=f"file://{tmp_path}/w[1]")
+    for address in (f"simplecache::file://{tmp_path}/w[1]", f"file://{tmp_path}/w*"):
+        with pytest.raises(ValueError, match="lies in data="): keep_apart(tmp_path/"w[1]/out", data=address)

@@ -143,3 +143,13 @@ def test_a_classifier_is_no_judge(judged, reranker, tmp_path):
     AutoTokenizer.from_pretrained(reranker).save_pretrained(tmp_path/"classes")
     with pytest.raises(ValueError, match="has 3 classes"):
         filter_pairs(judged, str(tmp_path/"out"), model=str(tmp_path/"classes"))
+
+
+def test_a_faulty_row_of_an_address_costs_no_scores(tmp_path, monkeypatch):
+    import pandas
+    rows = [dict(query=f"q{n}", positive=f"text {n}"*(n != 150)) for n in range(200)] # 100 are looked at before
+    (tmp_path/"rows").mkdir()
+    pandas.DataFrame(rows).to_parquet(tmp_path/"rows/rows.parquet")
+    monkeypatch.setattr(filtering, "score_share", None)
+    with pytest.raises(ValueError, match="row 150"):
+        filter_pairs(f"file://{tmp_path}/rows/*.parquet", str(tmp_path/"out"), model="tiny")

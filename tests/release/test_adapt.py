@@ -96,7 +96,7 @@ def test_a_better_model_is_exported_with_its_verdict_and_a_second_run_does_nothi
     assert found["verdict"]["better"] and found["verdict"]["delivered"] == "minilm tuned"
     card = (tmp_path/"out/model/README.md").read_text()
     assert "Better than what you have" in card and UNSCORED not in card
-    assert UNTRAINED not in card and "on 100 pairs of docs: learning rate 0.0001" in card
+    assert UNTRAINED not in card and "on 100 pairs of pairs.jsonl: learning rate 0.0001" in card
     page = (tmp_path/"out/verdict.html").read_text()
     assert "Better than what you have" in page and "<script" not in page and "http" not in page
     assert any("75 % of the weights after training and 25 % of those before" in note for note in found["notes"])
@@ -121,7 +121,7 @@ def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp
     quick[1]["tuned"] = 0.2
     found = adapt(recipe(tmp_path, epochs=2))
     assert found["model"] == ""
-    assert not (tmp_path/"out/model").exists(), "nor is what an earlier run delivered left there"
+    assert not (tmp_path/"out/model").exists() and (tmp_path/"out/model.before-1/README.md").is_file(), "set aside"
     assert found["verdict"]["sentence"].startswith("Not")
     from anchor_nb.cli import training
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
@@ -187,7 +187,7 @@ def test_what_is_searched_is_what_the_exam_scored(tmp_path, quick):
     rows = [json.loads(line) for line in (tmp_path/"out/passages.jsonl").read_text().splitlines()]
     exam = read_retrieval(tmp_path/"out/steps/split/exam")
     assert sorted(row["text"] for row in rows) == sorted(exam.corpus.values()) and len(rows) == 160
-    assert "Heading of house7\n" in dict((row["_id"], row["text"]) for row in rows)["house7.md, passage 1"]
+    assert "Heading of house7\n" in dict((row["_id"], row["text"]) for row in rows)["house7.md"]
 
 
 @pytest.mark.parametrize("more, message", [(dict(exam_queries=5), "exam_queries=5 are too few"),
@@ -351,12 +351,36 @@ def refused(call, *words):
 
 def test_an_empty_folder_and_binary_files(tmp_path):
     (tmp_path/"docs").mkdir()
-    refused(lambda: outlook(recipe(tmp_path)), "holds no document that can be read")
+    refused(lambda: outlook(recipe(tmp_path, pairs="")), "holds no document that can be read")
     (tmp_path/"docs/a.txt").write_bytes(bytes(range(256))*10)
     (tmp_path/"docs/b.exe").write_bytes(b"MZ\0\0")
-    refused(lambda: outlook(recipe(tmp_path)), "holds no document", "1 x binary")
-    refused(lambda: outlook(recipe(tmp_path, documents=str(tmp_path/"missing"))), "neither a folder nor a file")
-    refused(lambda: outlook(recipe(tmp_path, documents=str(tmp_path/"docs/a.txt"))), "cannot be read (binary)")
+    refused(lambda: outlook(recipe(tmp_path, pairs="")), "holds no document", "1 x binary")
+    refused(lambda: outlook(recipe(tmp_path, pairs="", documents=str(tmp_path/"missing"))), "neither a folder nor a file")
+    refused(lambda: outlook(recipe(tmp_path, pairs="", documents=str(tmp_path/"docs/a.txt"))), "cannot be read (binary)")
+
+
+def test_a_model_that_replaces_another_leaves_it_beside(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    for epochs, kept in ((3, 0), (3, 0), (2, 1), (1, 2)):
+        assert Path(adapt(recipe(tmp_path, epochs=epochs))["model"]).is_dir()
+        assert len(list((tmp_path/"out").glob("model.before-*"))) == kept
+
+
+def test_a_file_that_is_not_read_changes_nothing_after_reading(tmp_path, quick, capsys):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    adapt(recipe(tmp_path))
+    (tmp_path/"docs/notes.log").write_text("seen")
+    found = adapt(recipe(tmp_path))
+    assert {*found["fresh"]} == {"read", "export"}, "its notes are in the card"
+    assert "1 file left out: 1 x .log: not a known kind of text (notes.log)" in capsys.readouterr().err
+    assert "1 file left out: 1 x .log: not a known kind of text (notes.log)." in found["notes"]
+
+
+def test_the_plan_checks_what_the_run_would_refuse(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    refused(lambda: outlook(recipe(tmp_path, out=str(tmp_path/"docs/out"))), "lies in documents")
+    refused(lambda: outlook(recipe(tmp_path, columns=dict(query="place", positive="question"))), "exchange the two")
+    refused(lambda: outlook(recipe(tmp_path, pairs=str(tmp_path/"pairs.csv"))), "pairs=", "is neither a table")
 
 
 def test_a_folder_with_another_model_is_left_alone(tmp_path, quick):
