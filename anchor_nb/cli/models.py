@@ -60,8 +60,8 @@ Columns = option(str, "columns that hold our fields, such as '{text: inhalt, id:
 
 @app.command("search", rich_help_panel=USE)
 def search(model: Model,
-           corpus: argument(str, "a table (CSV, JSONL, parquet ...), a BEIR folder, shards of `anchor-nb encode`, or "
-                                 "a kept index"),
+           corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of files of text, a BEIR folder, shards "
+                                 "of `anchor-nb encode`, or a kept index"),
            queries: argument(list[str], "one or more"), k: option(int, "texts for each query", "--k", "-k") = 10,
            instruction: option(str, "of the task, for queries") = "",
            index: option(str, "keep the index in this folder, and use it the next time") = "",
@@ -187,9 +187,9 @@ def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: 
 
 # %% ../../nbs/cli/05_models.ipynb #42bbf6d5
 @app.command("serve", rich_help_panel=USE)
-def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HELP}), then the corpus: JSONL, "
-                                                 "parquet, an evaluation set, a kept index, or one of ours, such as "
-                                                 "wiki or toy", metavar="MODEL [MODEL] CORPUS"),
+def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HELP}), then the corpus: a table (CSV, "
+                                                 "JSONL, parquet ...), a folder of files of text, an evaluation set, a "
+                                                 "kept index, or one of ours, such as wiki or toy", metavar="MODEL [MODEL] CORPUS"),
           host: option(str, "address to listen at; the page has no password, so you are warned where others can "
                             "reach it") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
           k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k", min=1) = 10,

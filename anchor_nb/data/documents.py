@@ -359,10 +359,11 @@ def holds_texts(folder: Path) -> bool:
 def passages_file(folder: Path) -> Path: # of JSONL, in the cache
     "The passages of a folder of files as a table, which is another file whenever one of them changes."
     documents, skipped = read_documents(str(folder))
-    if skipped: announce(left_out(skipped))
     rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages_of(documents)[0]))
     content = hashlib.sha256(rows.encode()).hexdigest()[:16]
-    return write_text(cache_dir()/"passages"/content/f"{folder.resolve().name}.jsonl", rows)
+    place = cache_dir()/"passages"/content/f"{folder.resolve().name}.jsonl"
+    if skipped and not place.is_file(): announce(left_out(skipped)) # once
+    return write_text(place, rows)
 
 # %% ../../nbs/data/11_documents.ipynb #27a38096
 ENGLISH = set("the of and to in a is that for it as with on by are be this or from an at which you can not".split())
