@@ -61,6 +61,13 @@ def answer_with_table(answer, out: Path, models: list, *lines: str):
     warnings = [f"\n{warning}" for warning in result.get("unlike_training", [])]
     answer(result, scoreboard_text(result.get("table", []), result.get("not_scored", {})), *warnings, *lines)
 
+def alone_words(models: dict) -> list: # label -> model; -> of lines
+    "Which models are searched together with BM25, while their scores are without it."
+    from anchor_nb.inference.search import bm25_weight
+    weights = {label: bm25_weight(model) for label, model in models.items() if Path(model).is_dir()}
+    return [f"\n{label} is scored alone; search and serve add BM25 to it (weight {weight:g})"
+            for label, weight in weights.items() if weight]
+
 @app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
 @takes_settings("evaluate")
 def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], data_root: DataRoot = "",
@@ -76,7 +83,7 @@ def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], da
         except StageError as error:
             if error.reason.startswith("Unscored: "): answer_with_table(answer, out, asked)
             raise
-        answer_with_table(answer, out, asked, f"\nThe executed notebook: {notebook}",
+        answer_with_table(answer, out, asked, *alone_words(labelled(places)), f"\nThe executed notebook: {notebook}",
                           f"Two models query by query: anchor-nb compare A B --ledger {quote(str(out))}",
                           f"All of it on a page: anchor-nb report {quote(str(out))}")
 

@@ -1,4 +1,5 @@
 "Settings as options, the names that other libraries use, and what is refused before a notebook starts."
+import json
 import re
 import subprocess
 import sys
@@ -189,3 +190,21 @@ def test_ctrl_c_while_it_is_importing_is_two_lines():
     code += "main.be_quiet = lambda: signal.raise_signal(signal.SIGINT); main.main()"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 130 and len(found.stderr.splitlines()) == 2 and "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("text, said", [("page{n}.txt", True), ("the answer number {n}.", False)])
+def test_split_says_that_it_takes_names_for_texts(text, said, tmp_path):
+    rows = [dict(query=f"question {n} of year{n}?", positive=text.format(n=n)) for n in range(60)]
+    (tmp_path/"rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(app, ["split", str(tmp_path/"rows.jsonl"), "-o", str(tmp_path/"out")])
+    assert done.exit_code == 0 and ("look like names of files (page" in done.output) == said
+
+
+def test_evaluate_says_which_models_are_searched_with_bm25(tmp_path):
+    from anchor_nb.cli.scoring import alone_words
+    for name, text in (("a", '{"bm25": 0.2}'), ("b", '{"bm25": 0}')):
+        (tmp_path/name).mkdir()
+        (tmp_path/name/"config.json").write_text("{}")
+        (tmp_path/name/"search.json").write_text(text)
+    line, = alone_words(dict(a=str(tmp_path/"a"), b=str(tmp_path/"b"), minilm="minilm"))
+    assert "a is scored alone" in line and "0.2" in line
