@@ -575,7 +575,7 @@ def tuned_words(recipe: Adapt, winner: dict) -> dict: # what a card says without
     return known | {UNTRAINED: how}
 
 # %% ../../nbs/release/09_adapt.ipynb #5fb61a9c
-CARD = """On the documents that it was adapted to: {sentence}
+CARD = """On the documents that it was adapted to, {sentence}
 
 Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not seen; {against} has {theirs:.1f}.
 {notes}"""
@@ -593,7 +593,8 @@ def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: li
     "The model in the layout of sentence-transformers, with a card that says what the exam found."
     exported = export_with_card(winner["model"], str(part/"model"), name=shown_target(recipe))
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
-    text = CARD.format(sentence=result["verdict"]["sentence"], own=100*result["systems"][label]["score"],
+    better = result["verdict"]["sentence"].removeprefix("Better than what you have: ")
+    text = CARD.format(sentence=better, own=100*result["systems"][label]["score"],
                        notes=" ".join(notes), queries=result["verdict"]["queries"],
                        against=result["verdict"]["against"],
                        theirs=100*result["systems"][result["verdict"]["against"]]["score"])
