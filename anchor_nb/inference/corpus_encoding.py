@@ -6,9 +6,9 @@
 __all__ = ['model_files', 'encode_corpus', 'Encoded']
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #b92134c1
-import hashlib, json, os, tempfile, time, warnings
+import hashlib, json, os, tempfile, threading, time, warnings
 from array import array
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -85,7 +85,8 @@ class Piece(NamedTuple):
     first: int    # number of its first row in the whole corpus
     rows: int     # how many
     offset: int   # where they begin: a byte of a JSONL file, a row of a table
-    line: int = 0 # of a JSONL file, for messages
+    line: int     # of a JSONL file, for messages
+    digest: str   # of its lines, or of the whole table
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
@@ -99,19 +100,24 @@ def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #506dcbfe
 def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the content, list of `Piece`)
     "Cut a source into pieces of `rows` rows, reading it once."
+    from xxhash import xxh3_128
     if not is_lines(source):
+        digest = content_hash(source) # before the rows: a table that changes meanwhile is not read later
         total = len(indexed(source))
-        return content_hash(source), [Piece(source, first + start, min(rows, total - start), start)
-                                      for start in range(0, total, rows)]
-    digest, starts, count, offset = hashlib.sha256(), [], 0, 0
+        return digest, [Piece(source, first + start, min(rows, total - start), start, 0, digest)
+                        for start in range(0, total, rows)]
+    digest, starts, hashes, count, offset = hashlib.sha256(), [], [], 0, 0
     with open(source, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                if count % rows == 0: starts.append((offset, number))
+                if count % rows == 0: starts.append((offset, number)); hashed = xxh3_128()
                 count += 1
+                hashed.update(line)
+                if count % rows == 0: hashes.append(hashed.hexdigest())
             digest.update(line)
             offset += len(line)
-    return digest.hexdigest(), [Piece(source, first + k*rows, min(rows, count - k*rows), *start)
+    if count % rows: hashes.append(hashed.hexdigest())
+    return digest.hexdigest(), [Piece(source, first + k*rows, min(rows, count - k*rows), *start, hashes[k])
                                 for k, start in enumerate(starts)]
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #6a4bf073
@@ -140,22 +146,36 @@ def entry(row: dict,          # as read
     if id_field and row.get(id_field) is None:
         raise ValueError(f"field {id_field!r} is missing; the row has {sorted(row)}, name the one with the id as "
                          "id_field")
-    ids = [row[key] for key in ((id_field,) if id_field else ("_id", "id")) if row.get(key) is not None]
-    title, key = "" if field else str(row.get("title") or ""), str(ids[0]) if ids else str(number)
-    check_unicode(key, "id") # of texts the embedder mends this
+    ids = [key for key in ((id_field,) if id_field else ("_id", "id")) if row.get(key) is not None]
+    given = row[ids[0]] if ids else number
+    if not isinstance(given, (str, int)) or isinstance(given, bool):
+        raise ValueError(f"field {ids[0]!r} is {json.dumps(given, default=str)[:40]}, neither text nor a whole number; "
+                         "write it as text, or name another field as id_field")
+    check_unicode(key := str(given), "id") # of texts the embedder mends this
+    title = "" if field else str(row.get("title") or "")
     return key, f"{title} {row[name]}".strip()
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #4691ea9c
 def read_piece(piece: Piece) -> Iterator: # of (location, row as read)
-    "The rows of a piece; ValueError with file and line for what cannot be read."
+    "The rows of a piece; ValueError with file and line for what cannot be read, or is not what was surveyed."
+    from xxhash import xxh3_128
+    def check(digest):
+        if digest != piece.digest:
+            raise ValueError(f"{piece.source} has changed while it was read; run the command again, with another out "
+                             "if a part is encoded already")
     if not is_lines(piece.source):
+        check(content_hash(piece.source))
         yield from slice_rows(piece.source, piece.offset, piece.rows)
+        check(content_hash(piece.source))
         return
     with open(piece.source, "rb") as file:
         file.seek(piece.offset)
         lines = ((number, line) for number, line in enumerate(file, piece.line) if line.strip())
-        for number, line in islice(lines, piece.rows):
-            yield f"{piece.source}, line {number}", read_json(line, piece.source, number)
+        lines = list(islice(lines, piece.rows))
+    hashed = xxh3_128()
+    for _, line in lines: hashed.update(line)
+    check(hashed.hexdigest())
+    for number, line in lines: yield f"{piece.source}, line {number}", read_json(line, piece.source, number)
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #87d35e9d
 def located(pieces: list, field: str = "", id_field: str = "", columns: dict = {}, # see `Encoding`
@@ -165,15 +185,12 @@ def located(pieces: list, field: str = "", id_field: str = "", columns: dict = {
     required = [ours for ours, named in columns.items() if named and ours != "title"]
     unseen = bool(whole and pieces and title)
     for piece in pieces:
-        count = 0
-        for count, (place, row) in enumerate(read_piece(piece), 1):
+        for number, (place, row) in enumerate(read_piece(piece), piece.first):
             unseen = unseen and not (isinstance(row, dict) and {*listed(title)} & row.keys())
-            try: yield place, *entry(renamed(row, names, required), piece.first + count - 1, field, id_field)
+            try: yield place, *entry(renamed(row, names, required), number, field, id_field)
             except ValueError as error:
                 raise ValueError(f"{place}, {error}") from None
-        if count != piece.rows:
-            raise ValueError(f"{piece.source} had {piece.rows} rows from row {piece.first} on and now has {count}; it "
-                             "changed while it was read, run the command again")
+
     if unseen:
         raise ValueError(f"columns says title is {title!r}, which no row has; correct the name")
 
@@ -238,26 +255,28 @@ def shard_file(out, number: int) -> Path:
     return Path(out)/f"shard-{number:06}.safetensors"
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #d3b2f132
-def write_shard(file: Path, ids: list, vectors: np.ndarray, dtype: str, first: int):
+def write_shard(file: Path, ids: list, vectors: np.ndarray, dtype: str, first: int,
+                stamp=None): # of the manifest; None: of an earlier version, which had none
     "Write a shard, and then the record that makes it count."
     content = save({**quantize(vectors, dtype), **pack_ids(ids)})
     write_text(file, content)
-    record = dict(first=first, rows=len(ids), dimension=vectors.shape[1], bytes=len(content),
+    record = dict(first=first, rows=len(ids), dimension=vectors.shape[1], bytes=len(content), stamp=stamp,
                   sha256=hashlib.sha256(content).hexdigest())
     write_text(file.with_suffix(".json"), json.dumps(record).encode() + b"\n")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #6d859d5c
-def record_of(file: Path): # -> dict, or None where the shard has to be made
-    "The record of a complete shard; warns of a damaged one."
+def record_of(file: Path, stamp=None): # -> dict, or None where the shard has to be made
+    "The record of a complete shard that was made under this manifest; warns of a damaged one."
     try: record = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
     except (OSError, ValueError): return None
+    if not isinstance(record, dict) or record.get("stamp") != stamp: return None
     size = file.stat().st_size if file.is_file() else 0
     if size == record["bytes"]: return record
     warnings.warn(f"{file} has {size} bytes and should have {record['bytes']}; it is encoded again", stacklevel=2)
 
-def finished(out, shards: int) -> dict: # number -> record
+def finished(out, shards: int, stamp=None) -> dict: # number -> record
     "The complete shards of a folder."
-    records = {n: record_of(shard_file(out, n)) for n in range(shards)}
+    records = {n: record_of(shard_file(out, n), stamp) for n in range(shards)}
     return {n: record for n, record in records.items() if record}
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #2df3459c
@@ -317,12 +336,12 @@ def differences(stored: dict, current: dict) -> str: # identities; -> empty wher
 def encode_share(settings: dict, # the fields of `Encoding`
                  pieces: list,   # of `Piece`, one per shard
                  todo: list,     # numbers of the shards that all processes make together
+                 stamp=None,     # of the manifest
                 ) -> dict:       # how many shards this process has made
     "Encode this process's part of the shards; ValueError when a vector is not finite."
     settings = Encoding(**settings)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    Path(settings.out).mkdir(parents=True, exist_ok=True) # may be ahead of the machine that writes the manifest
-    mine = [n for n in todo[rank::world] if not record_of(shard_file(settings.out, n))]
+    mine = [n for n in todo[rank::world] if not record_of(shard_file(settings.out, n), stamp)]
     if not mine: return dict(shards=0)
     announce("loading", settings.model)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if usable_gpus() else "cpu"
@@ -339,7 +358,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
             if not (finite := np.isfinite(vectors).all(1)).all():
                 raise ValueError(f"the vector of {ids[int(np.argmin(finite))]!r} is not finite; look for NaN in the "
                                  "model's weights, or try precision=fp32")
-            write_shard(shard_file(settings.out, number), ids, vectors, settings.dtype, pieces[number].first)
+            write_shard(shard_file(settings.out, number), ids, vectors, settings.dtype, pieces[number].first, stamp)
             bar.update(len(ids))
     return dict(shards=len(mine))
 
@@ -359,19 +378,34 @@ def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
                                 settings=identity(settings))), pieces
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #e968f7e3
-def register(out: Path, manifest: dict, first: bool = True): # first: does this process write it?
+def manifest_of(out) -> dict:
+    "The manifest of an encoding; ValueError for what another program has written."
+    path = Path(out)/"manifest.json"
+    try: manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError: manifest = None
+    if isinstance(manifest, dict) and {"corpus", "settings", "rows", "shards"} <= manifest.keys(): return manifest
+    raise ValueError(f"{path} is not of an encoded corpus, but of something else; choose another folder")
+
+def decisive(manifest: dict) -> dict: # what the embedder's identity says already is left out of the settings
+    "What decides the content of an encoding."
+    repeated = ("instruction", "role", "pooling", "max_length")
+    settings = {name: value for name, value in manifest["settings"].items() if name not in repeated
+                and (name, value) != ("columns", {})} # which earlier versions did not have
+    return dict(corpus=manifest["corpus"]) | manifest.get("embedder", {}) | settings
+
+def register(out: Path, manifest: dict): # -> its stamp; None: an earlier version wrote it
     "Write the manifest, or compare it with the existing one; ValueError names what differs."
     path = Path(out)/"manifest.json"
     if not path.exists():
-        return first and write_text(path, json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
-    def decisive(manifest): # what the embedder's identity says already is left out of the settings
-        repeated = ("instruction", "role", "pooling", "max_length")
-        settings = {name: value for name, value in manifest["settings"].items() if name not in repeated
-                    and (name, value) != ("columns", {})} # which earlier versions did not have
-        return dict(corpus=manifest["corpus"]) | manifest.get("embedder", {}) | settings
-    if changed := differences(decisive(json.loads(path.read_text(encoding="utf-8"))), decisive(manifest)):
+        stamp = hashlib.sha256(json.dumps(decisive(manifest), sort_keys=True).encode()).hexdigest()
+        text = json.dumps(manifest | dict(stamp=stamp), indent=1, ensure_ascii=False)
+        write_text(path, text.encode() + b"\n")
+        return stamp
+    stored = manifest_of(out)
+    if changed := differences(decisive(stored), decisive(manifest)):
         raise ValueError(f"{out} holds another encoding, which differs in {changed}; choose another out, or delete "
                          "that folder to start over")
+    return stored.get("stamp")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #01ad26a3
 def shared_run() -> tuple: # (is this the first process or node?, are there others?)
@@ -379,6 +413,32 @@ def shared_run() -> tuple: # (is this the first process or node?, are there othe
     if already_launched(): return os.environ["RANK"] == "0", True
     node = find_node()
     return node.rank == 0, node.count > 1
+
+PATIENCE = 600 # seconds, ours: without a sign of life of the first process, which may start later than the others
+
+@contextmanager
+def signs_of_life(out, pause: float = 10): # seconds
+    "Touch the lock of a folder again and again, while this process prepares what others wait for."
+    done = threading.Event()
+    def touch():
+        while not done.wait(pause): os.utime(Path(out)/".lock")
+    thread = threading.Thread(target=touch, daemon=True)
+    thread.start()
+    try: yield
+    finally:
+        done.set()
+        thread.join()
+
+def wait_for_manifest(out):
+    "Wait until the first process has written the manifest; ValueError when it shows no sign of life."
+    lock, seen, since = Path(out)/".lock", None, time.monotonic()
+    while not (Path(out)/"manifest.json").exists():
+        touched = lock.stat().st_mtime_ns if lock.exists() else None
+        if touched != seen: seen, since = touched, time.monotonic()
+        if time.monotonic() - since > PATIENCE:
+            raise ValueError(f"{out} has no manifest.json, and the first process, which writes it, has shown no sign "
+                             f"of life for {PATIENCE} seconds; see what it says, and run the command again")
+        time.sleep(0.2)
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #3daf2613
 def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
@@ -393,14 +453,16 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
     announce("reading texts from", corpus)
     corpus_sources(settings.corpus) # before a folder is made
     with locked(Path(out)) if first else nullcontext():
-        manifest, pieces = survey_corpus(settings)
-        if first and not (Path(out)/"manifest.json").exists():
-            check_ids(pieces, settings.field, settings.id_field, settings.columns)
-        register(out, manifest, first)
-        before = finished(out, len(pieces))
+        with signs_of_life(out) if first and shared else nullcontext():
+            manifest, pieces = survey_corpus(settings)
+            if not first: wait_for_manifest(out)
+            elif not (Path(out)/"manifest.json").exists():
+                check_ids(pieces, settings.field, settings.id_field, settings.columns)
+            stamp = register(out, manifest)
+        before = finished(out, len(pieces), stamp)
         todo = [n for n in range(len(pieces)) if shared or n not in before]
-        if todo: launch(encode_share, asdict(settings), pieces, todo, processes=processes, run_dir=out)
-        after = finished(out, len(pieces))
+        if todo: launch(encode_share, asdict(settings), pieces, todo, stamp, processes=processes, run_dir=out)
+        after = finished(out, len(pieces), stamp)
     total = lambda key, records: sum(record[key] for record in records)
     made = [record for n, record in after.items() if n not in before]
     return dict(out=out, rows=total("rows", after.values()), shards=len(after),
@@ -417,9 +479,9 @@ class Encoded:
         self.folder, self.verify, self.unit, self.verified = Path(folder), verify, unit, set()
         if not (path := self.folder/"manifest.json").is_file():
             raise FileNotFoundError(f"{path} is missing; {folder} is no encoded corpus")
-        self.manifest = json.loads(path.read_text(encoding="utf-8"))
+        self.manifest = manifest_of(folder)
         self.dtype, shards = self.manifest["settings"]["dtype"], self.manifest["shards"]
-        self.records = finished(folder, shards)
+        self.records = finished(folder, shards, self.manifest.get("stamp"))
         if missing := [n for n in range(shards) if n not in self.records]:
             raise ValueError(f"{folder} lacks {len(missing)} of {shards} shards, the first is "
                              f"{shard_file(folder, missing[0]).name}; run the command that encodes it again to resume")

@@ -250,5 +250,6 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
             written = write_pairs(pairs, name, left, format, place=Path(out)/"pairs")
             report[name] = margin_summary(hardest, minimum, maximum) | dict(written=written["rows"])
         write_text(Path(out)/"report.json", json.dumps(report, indent=1) + "\n")
-    for part in (".scores", "launch"): shutil.rmtree(Path(out)/part, ignore_errors=True) # the rows have them now
+    for part in (".scores", ".launch") if model else ():
+        shutil.rmtree(Path(out)/part, ignore_errors=True) # the rows have them now
     return report

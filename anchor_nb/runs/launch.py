@@ -252,7 +252,7 @@ def launch_many(function, args: tuple, processes: int, run_dir: Path, node: Node
     check_port(node)
     start = choose_start(function, torch.cuda.is_initialized() or "bitsandbytes" in sys.modules)
     threads = 1 if start == "fork" else max(1, (os.cpu_count() or 1)//processes)
-    folders = [Path(run_dir).resolve()/f"launch-{k}".removesuffix("-0") for k in range(node.count)]
+    folders = [Path(run_dir).resolve()/f".launch-{k}".removesuffix("-0") for k in range(node.count)]
     shutil.rmtree(mine := folders[node.rank], ignore_errors=True)
     mine.mkdir(parents=True)
     began = time.time() - 5 # clocks of nodes differ a little
@@ -323,7 +323,7 @@ def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str
         function: what each process runs, such as `train`; its result must be plain values.
         args: what it is given.
         processes: how many on this machine; 0: one for each GPU. A single one runs here, without a new process.
-        run_dir: failed ranks leave notes in its subfolder `launch`; with several nodes, a folder that all share.
+        run_dir: failed ranks leave notes in its subfolder `.launch`; with several nodes, a folder that all share.
 
     Returns:
         What rank 0 returned; on another node than the first, what its first rank returned.

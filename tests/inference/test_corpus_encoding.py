@@ -7,10 +7,12 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import tracemalloc
 
 import numpy as np
+import pandas
 import pytest
 
 import warm
@@ -116,19 +118,109 @@ def test_two_nodes_are_one(tmp_path, uninterrupted):
     assert content(tmp_path/"two") == whole
 
 
+def rank(number, world=3):
+    "What a launcher sets; ranks without an address are left over from another command."
+    return dict(RANK=str(number), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+
+
 def test_processes_that_others_have_started_need_only_the_folder(tmp_path, fake, monkeypatch):
-    "As torchrun or a scheduler does; in whatever order they come."
+    "As torchrun or a scheduler does; in whatever order they come, once the first has written the manifest."
     settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 350), model="tiny", shard_rows=50)
     encode_corpus(out=str(tmp_path/"one"), **settings)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    # a launcher sets it; ranks without it are left over from another command
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     found = []
-    for rank in (2, 0, 1):
-        monkeypatch.setenv("RANK", str(rank))
+    for number in (0, 2, 1):
+        for name, value in rank(number).items(): monkeypatch.setenv(name, value)
         found.append(encode_corpus(out=str(tmp_path/"three"), **settings))
-    assert [(part["made_shards"], part["complete"]) for part in found] == [(2, False), (3, False), (2, True)]
+    assert [(part["made_shards"], part["complete"]) for part in found] == [(3, False), (2, False), (2, True)]
     assert content(tmp_path/"three") == content(tmp_path/"one")
+
+
+def test_others_may_come_before_the_first(tmp_path):
+    settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 100), out=str(tmp_path/"out"), shard_rows=20)
+    other = start(rank(1, 2), **settings)
+    assert ended(start(rank(0, 2), **settings))["rows"] >= 60
+    ended(other)
+    assert [len(ids) for ids, _ in Encoded(tmp_path/"out")] == [20]*5
+
+
+def test_others_wait_only_while_the_first_process_lives(tmp_path, fake, monkeypatch):
+    "Or where it has refused the corpus; they begin nothing without its manifest."
+    corpus, out = write_corpus(tmp_path/"corpus.jsonl", 20), tmp_path/"out"
+    monkeypatch.setattr(encoding, "PATIENCE", 0.5)
+    for name, value in rank(1).items(): monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="the first process, which writes it, has shown no sign of life for 0.5 sec"):
+        encode_corpus(corpus, "tiny", str(out))
+    assert not out.exists()
+    with encoding.locked(out), encoding.signs_of_life(out, 0.1):
+        threading.Timer(1.5, (out/"manifest.json").write_text, ["{}"]).start()
+        encoding.wait_for_manifest(out)
+
+
+def test_shards_without_their_manifest_are_made_again(tmp_path, fake):
+    "A run that was aborted, or another version, may have left them there, of any corpus and model."
+    for name in ("one", "other"):
+        rows = (dict(_id=str(n), text=name) for n in range(100))
+        (tmp_path/f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        encode_corpus(str(tmp_path/f"{name}.jsonl"), "tiny", str(tmp_path/name), shard_rows=10)
+    (tmp_path/"one"/"manifest.json").unlink()
+    result = encode_corpus(str(tmp_path/"other.jsonl"), "tiny", str(tmp_path/"one"), shard_rows=10)
+    assert result["made_shards"] == 10 and content(tmp_path/"one") == content(tmp_path/"other")
+
+
+def test_an_encoding_of_an_earlier_version_goes_on(tmp_path, fake):
+    "Neither its manifest nor its records have a stamp."
+    settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 50), model="tiny", out=str(tmp_path/"out"),
+                    shard_rows=10)
+    encode_corpus(**settings)
+    for file in (tmp_path/"out").glob("*.json"):
+        facts = json.loads(file.read_text())
+        del facts["stamp"]
+        file.write_text(json.dumps(facts))
+    shard_file(tmp_path/"out", 1).with_suffix(".json").unlink()
+    assert encode_corpus(**settings)["made_shards"] == 1 and len(list(Encoded(tmp_path/"out"))) == 5
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_file_edited_meanwhile_is_noticed(tmp_path, fake, monkeypatch, suffix):
+    "What is kept is of the content that the manifest names."
+    def write(word):
+        table = pandas.DataFrame(dict(id=[f"{n}" for n in range(200)], text=[f"{word} {n}" for n in range(200)]))
+        if suffix == "csv": table.to_csv(tmp_path/"corpus.csv", index=False)
+        elif suffix == "parquet": table.to_parquet(tmp_path/"corpus.parquet")
+        else: table.to_json(tmp_path/"corpus.jsonl", orient="records", lines=True)
+    settings = dict(corpus=str(tmp_path/f"corpus.{suffix}"), model="tiny", shard_rows=10)
+    write("bread")
+    encode_corpus(out=str(tmp_path/"whole"), **settings)
+    usual = Fake.encode
+    def edited(*args, **how):
+        write("breads")
+        return usual(*args, **how)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fake, "encode", edited)
+        with pytest.raises(ValueError, match="corpus.* has changed while it was read; run the command again"):
+            encode_corpus(out=str(tmp_path/"out"), **settings)
+    made, whole = content(tmp_path/"out"), content(tmp_path/"whole")
+    assert 3 <= len(made) < len(whole) and made.items() <= whole.items()
+    with pytest.raises(ValueError, match="differs in the content of the corpus"):
+        encode_corpus(out=str(tmp_path/"out"), **settings)
+
+
+@pytest.mark.parametrize("text", ['{"name": "an app", "version": 3}', "[]", "no JSON"])
+def test_a_manifest_of_another_program_is_refused(tmp_path, fake, text):
+    (tmp_path/"out").mkdir()
+    (tmp_path/"out"/"manifest.json").write_text(text)
+    message = "manifest.json is not of an encoded corpus, but of something else; choose another folder"
+    with pytest.raises(ValueError, match=message):
+        encode_corpus(write_corpus(tmp_path/"corpus.jsonl", 20), "tiny", str(tmp_path/"out"))
+    with pytest.raises(ValueError, match=message): Encoded(tmp_path/"out")
+    assert (tmp_path/"out"/"manifest.json").read_text() == text
+
+
+@pytest.mark.parametrize("wrong", ["true", "1.5", '["a"]', '{"a": 1}'])
+def test_an_id_is_text_or_a_whole_number(tmp_path, fake, wrong):
+    (tmp_path/"corpus.jsonl").write_text(f'{{"_id": 7, "text": "x"}}\n{{"_id": {wrong}, "text": "y"}}\n')
+    with pytest.raises(ValueError) as caught: encode_corpus(str(tmp_path/"corpus.jsonl"), "tiny", str(tmp_path/"out"))
+    assert f"corpus.jsonl, line 2, field '_id' is {wrong}, neither text nor a whole number" in str(caught.value)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, fake):

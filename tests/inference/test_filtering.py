@@ -116,6 +116,18 @@ def test_any_number_of_processes_gives_the_same_scores(judged, tmp_path, monkeyp
     assert files(one) == files(three)
 
 
+def test_nothing_that_is_not_ours_is_removed(judged, tmp_path):
+    filter_pairs(judged, str(tmp_path/"scored"), model="tiny", max_length=64)
+    kept = [tmp_path/"out"/name/"notes.txt" for name in (".scores", ".launch", "launch")]
+    for file in kept:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    filter_pairs(str(tmp_path/"scored/pairs"), str(tmp_path/"out"))
+    (tmp_path/"scored"/"launch").mkdir()
+    filter_pairs(judged, str(tmp_path/"scored"), model="tiny", max_length=64)
+    assert all(file.is_file() for file in kept) and (tmp_path/"scored"/"launch").is_dir()
+
+
 def test_launchers_of_others_and_broken_models_are_refused(judged, tmp_path, monkeypatch):
     tiny = AnchorEmbedder.from_pretrained("tiny")
     monkeypatch.setattr(tiny, "encode_query", lambda texts, *_, **__: np.full((len(texts), tiny.dimension), np.nan))

@@ -57,7 +57,14 @@ def test_spawned_processes_give_the_same_as_forked_ones(tmp_path, monkeypatch):
         results[method] = launch(sum_of_ranks, 5, processes=2, run_dir=tmp_path)
     assert [result["total"] for result in results.values()] == [11.0, 11.0]
     assert results["fork"]["threads"] == 1, "more would hang after a fork"
-    assert not (tmp_path/"launch").exists()
+    assert not (tmp_path/".launch").exists()
+
+
+def test_a_folder_named_launch_is_left_alone(tmp_path):
+    (tmp_path/"launch").mkdir()
+    (tmp_path/"launch"/"notes.txt").write_text("mine")
+    assert launch(sum_of_ranks, 5, processes=2, run_dir=tmp_path)["total"] == 11.0
+    assert [path.name for path in tmp_path.rglob("*")] == ["launch", "notes.txt"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -67,7 +74,7 @@ def test_the_failing_rank_is_named_and_the_others_are_ended(tmp_path, rank):
         launch(fail_on, rank, processes=2, run_dir=tmp_path)
     assert time.monotonic() - begin < 40
     assert "in fail_on" in str(caught.value)
-    assert first_failure(tmp_path/"launch").rank == rank
+    assert first_failure(tmp_path/".launch").rank == rank
 
 
 def test_notes_of_an_earlier_failure_do_not_linger(tmp_path):
@@ -75,7 +82,7 @@ def test_notes_of_an_earlier_failure_do_not_linger(tmp_path):
     assert launch(sum_of_ranks, 1, processes=2, run_dir=tmp_path)["total"] == 3.0
 
 
-def who_is_there(folder): return sorted(path.name for path in Path(folder, "launch").glob("started-*"))
+def who_is_there(folder): return sorted(path.name for path in Path(folder, ".launch").glob("started-*"))
 
 
 def test_no_rank_goes_on_before_all_have_started(tmp_path):
