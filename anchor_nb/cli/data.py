@@ -129,7 +129,8 @@ def dedup_pairs(data: Pairs, out: NewPairs,
 # %% ../../nbs/cli/04_data.ipynb #0ab47750
 @app.command("encode", rich_help_panel=USE)
 def encode(corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of such tables or of files of text, a "
-                                 "saved dataset, or hf:org/name"), out: option(str, "folder of the shards", "--out", "-o"),
+                                 "saved dataset, or hf:org/name"),
+           out: option(str, "folder of the shards", "--out", "-o"),
            model: option(str, MODEL_HELP) = "smollm2-135m",
            dtype: option(str, "float32, float16, int8 or binary") = "float32",
            gpus: option(int, "processes, one for each GPU; 0: all there are") = 1,

@@ -189,7 +189,8 @@ def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: 
 @app.command("serve", rich_help_panel=USE)
 def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HELP}), then the corpus: a table (CSV, "
                                                  "JSONL, parquet ...), a folder of files of text, an evaluation set, a "
-                                                 "kept index, or one of ours, such as wiki or toy", metavar="MODEL [MODEL] CORPUS"),
+                                                 "kept index, or one of ours, such as wiki or toy",
+                                     metavar="MODEL [MODEL] CORPUS"),
           host: option(str, "address to listen at; the page has no password, so you are warned where others can "
                             "reach it") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
           k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k", min=1) = 10,

@@ -381,8 +381,8 @@ def look_at(tables: dict, watch: Watch, remove: str,
             left = cleaned(row, shown, remove)
             if left is None: gone.add(first + number)
             elif even and len(left["negatives"]) < len(row["negatives"]):
-                raise ValueError(f"{name}, row {number} would lose a negative that an evaluation set has, and columns need "
-                                 "as many in every row; write another format, or choose another remove")
+                raise ValueError(f"{name}, row {number} would lose a negative that an evaluation set has, and columns "
+                                 "need as many in every row; write another format, or choose another remove")
         first += len(table)
     return seen, gone
 

@@ -110,7 +110,9 @@ def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the cont
     with open(source, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                if count % rows == 0: starts.append((offset, number)); hashed = xxh3_128()
+                if count % rows == 0:
+                    starts.append((offset, number))
+                    hashed = xxh3_128()
                 count += 1
                 hashed.update(line)
                 if count % rows == 0: hashes.append(hashed.hexdigest())
@@ -190,7 +192,6 @@ def located(pieces: list, field: str = "", id_field: str = "", columns: dict = {
             try: yield place, *entry(renamed(row, names, required), number, field, id_field)
             except ValueError as error:
                 raise ValueError(f"{place}, {error}") from None
-
     if unseen:
         raise ValueError(f"columns says title is {title!r}, which no row has; correct the name")
 

@@ -350,13 +350,14 @@ def refused(call, *words):
 
 
 def test_an_empty_folder_and_binary_files(tmp_path):
+    bare = lambda **more: recipe(tmp_path, pairs="", **more)
     (tmp_path/"docs").mkdir()
-    refused(lambda: outlook(recipe(tmp_path, pairs="")), "holds no document that can be read")
+    refused(lambda: outlook(bare()), "holds no document that can be read")
     (tmp_path/"docs/a.txt").write_bytes(bytes(range(256))*10)
     (tmp_path/"docs/b.exe").write_bytes(b"MZ\0\0")
-    refused(lambda: outlook(recipe(tmp_path, pairs="")), "holds no document", "1 x binary")
-    refused(lambda: outlook(recipe(tmp_path, pairs="", documents=str(tmp_path/"missing"))), "neither a folder nor a file")
-    refused(lambda: outlook(recipe(tmp_path, pairs="", documents=str(tmp_path/"docs/a.txt"))), "cannot be read (binary)")
+    refused(lambda: outlook(bare()), "holds no document", "1 x binary")
+    refused(lambda: outlook(bare(documents=str(tmp_path/"missing"))), "neither a folder nor a file")
+    refused(lambda: outlook(bare(documents=str(tmp_path/"docs/a.txt"))), "cannot be read (binary)")
 
 
 def test_a_model_that_replaces_another_leaves_it_beside(tmp_path, quick):

@@ -354,8 +354,8 @@ def test_what_was_shown_is_what_is_sent_or_nothing_is(server, exported, tmp_path
 
 def test_what_adapt_knows_stays_with_a_model_that_is_exported_again(tmp_path):
     card.export_with_card("tiny", str(tmp_path/"delivered"))
-    told = {card.as_loaded("a model of before"): "This is tiny, tuned on texts of its user.", card.UNSCORED: "It has 90 nDCG@10.",
-            card.UNTRAINED: "Tuned on 100 pairs."}
+    told = {card.as_loaded("a model of before"): "This is tiny, tuned on texts of its user.",
+            card.UNSCORED: "It has 90 nDCG@10.", card.UNTRAINED: "Tuned on 100 pairs."}
     (tmp_path/"delivered/adapted.json").write_text(json.dumps(told))
     for place in ("again", "and again"):
         card.export_with_card(str(tmp_path/"delivered"), str(tmp_path/place))
