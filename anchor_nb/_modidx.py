@@ -276,7 +276,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'anchor_nb.cli.data.encode': ('cli/data.html#encode', 'anchor_nb/cli/data.py'),
                                     'anchor_nb.cli.data.filter_pairs': ('cli/data.html#filter_pairs', 'anchor_nb/cli/data.py'),
                                     'anchor_nb.cli.data.left_out': ('cli/data.html#left_out', 'anchor_nb/cli/data.py'),
-                                    'anchor_nb.cli.data.names_words': ('cli/data.html#names_words', 'anchor_nb/cli/data.py'),
                                     'anchor_nb.cli.data.read_columns': ('cli/data.html#read_columns', 'anchor_nb/cli/data.py'),
                                     'anchor_nb.cli.data.split': ('cli/data.html#split', 'anchor_nb/cli/data.py')},
             'anchor_nb.cli.doctor': { 'anchor_nb.cli.doctor.Check': ('cli/doctor.html#check', 'anchor_nb/cli/doctor.py'),

@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/cli/04_data.ipynb #8e18baa0
 import math
 import os
-import re
 from shlex import quote
 
 import typer
@@ -46,14 +45,6 @@ def check(data: Pairs, columns: Columns = "",
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/04_data.ipynb #f02d77c1
-def names_words(pairs: str) -> list: # of lines
-    "Whether texts look like names of files, which only `adapt` looks up."
-    from anchor_nb.data.rows import load_pairs
-    texts = [text for table in load_pairs(pairs).values() for row in table.select(range(min(100, len(table))))
-             for text in row["positives"]]
-    if not all(re.fullmatch(r"\S+\.[A-Za-z]\w{0,4}", text) for text in texts): return []
-    return [f"the texts look like names of files ({texts[0]}) and are taken for texts; only adapt looks them up"]
-
 @app.command("split", rich_help_panel=DATA)
 def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exam", "--out", "-o"),
           share: option(float, "of the queries that go into the exam") = 0.1,
@@ -64,7 +55,7 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exa
     from anchor_nb.data.splitting import split_lines, split_pairs
     with answering(as_json) as answer:
         facts = split_pairs(data, out, share, queries, by, seed, read_columns(columns))
-        answer(facts, *map(printable, split_lines(facts, out)), *names_words(f"{out}/pairs"),
+        answer(facts, *map(printable, split_lines(facts, out)),
                f"next: anchor-nb stage2 --data {quote(f'{out}/pairs')} --out runs/mine",
                f"then: anchor-nb evaluate runs/mine --task {quote(f'{out}/exam')}")
 

@@ -6,7 +6,7 @@
 __all__ = ['versions', 'divide', 'split_pairs']
 
 # %% ../../nbs/data/10_splitting.ipynb #10527309
-import hashlib, json, math, os
+import hashlib, json, math, os, re
 from pathlib import Path
 from ..core.redaction import without_secrets
 from ..core.files import keep_apart, new_folder, write_text
@@ -164,7 +164,8 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
     spoilt = answering([row for n, row in enumerate(rows) if n not in held], answers)
     facts = dict(data=data, seed=seed, by=by, rows=len(rows), queries_of_all=total, groups=len(groups),
                  largest_group=max(map(len, groups)), queries=len(questions), answers=len(answers),
-                 documents=len(corpus), exam_rows=len(chosen), interval=round(interval(len(questions)), 1), pairs={})
+                 documents=len(corpus), exam_rows=len(chosen), interval=round(interval(len(questions)), 1), pairs={},
+                 file_names=all(re.fullmatch(r"\S+\.[A-Za-z]\w{0,4}", text) for text in corpus.values()))
     with new_folder(Path(out)) as folder:
         write_exam(folder/"exam", corpus, questions, judged)
         first = 0
@@ -193,4 +194,6 @@ def split_lines(facts: dict, out: str) -> list:
     if facts["largest_group"] > facts["rows"]/2:
         lines.append(f"the largest group has {facts['largest_group']} rows and is trained on as a whole; texts made "
                      "from one template count as near-duplicates")
+    if facts.get("file_names"):
+        lines.append("the answers look like names of files, and are taken for texts; only adapt looks them up")
     return lines
