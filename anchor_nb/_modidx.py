@@ -656,6 +656,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'anchor_nb.data.documents.is_tables': ( 'data/documents.html#is_tables',
                                                                                   'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.joined': ('data/documents.html#joined', 'anchor_nb/data/documents.py'),
+                                          'anchor_nb.data.documents.known_passages': ( 'data/documents.html#known_passages',
+                                                                                       'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.left_out': ( 'data/documents.html#left_out',
                                                                                  'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.named_in': ( 'data/documents.html#named_in',

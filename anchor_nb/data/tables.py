@@ -490,7 +490,7 @@ def mixture(path) -> dict: # dataset name -> source
         place = str(path.parent/Path(source).expanduser()) if at_home else source
         if at_home and is_mixture(place):
             raise ValueError(f"{path}, line {line}: {name} is itself a mixture; copy its lines into this file")
-        try: within = find_sources(place)
+        try: within = sources_in(place) # whose name counts no more
         except (ValueError, FileNotFoundError) as error:
             raise type(error)(f"{path}, line {line}: {error}") from None
         if len(within) > 1:

@@ -793,7 +793,7 @@ def outlook(recipe: Adapt) -> list: # of lines
     lines.append(outlook_row("export", "OUT/model with a card, if it is better; OUT/verdict.html"))
     told = []
     if (Path(recipe.out)/"model").exists():
-        told.append("OUT/model is there; with another outcome it is kept as OUT/model.before-1, or the next number")
+        told.append("OUT/model is there; if the outcome differs, it is kept as OUT/model.before-1 or the next number")
     if tuning > recipe.minutes:
         told.append(f"minutes={recipe.minutes:g} limits language models only; fewer train_pairs, epochs or "
                     f"exam_documents shorten train-{MINER}")

@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from anchor_nb.core.files import keep_apart
-from anchor_nb.data import tables
+from anchor_nb.data import documents, tables
 from anchor_nb.data.inspection import inspect_pairs
 from anchor_nb.data.prompts import load_instructions
 from anchor_nb.data.retrieval_sets import split_off
@@ -191,6 +191,20 @@ def test_a_data_set_has_a_name_that_a_file_can_have(source, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path/".rows.jsonl").write_text('{"query": "a", "positive": "b"}')
     with pytest.raises(ValueError, match="cannot be a data set's name"): find_sources(source.format(tmp_path))
+    (tmp_path/"mixture.yaml").write_text("rows: .rows.jsonl")
+    assert list(find_sources("mixture.yaml")) == ["rows"], "which gives it another name"
+
+
+def test_a_folder_of_texts_is_read_once_until_it_changes(tmp_path, monkeypatch):
+    calls, read = [], documents.read_documents
+    monkeypatch.setattr(documents, "read_documents", lambda *given: calls.append(given) or read(*given))
+    (tmp_path/"mills.md").write_text("# Mills\nThe old mill burned down.")
+    table, = corpus_sources(str(tmp_path))
+    assert corpus_sources(str(tmp_path)) == [table] and len(calls) == 1
+    (tmp_path/"deep").mkdir()
+    (tmp_path/"deep/bread.txt").write_text("Bread is baked of flour.")
+    other, = corpus_sources(str(tmp_path))
+    assert other != table and [row["_id"] for _, row in table_rows(other)] == ["deep/bread.txt", "mills.md"]
 
 
 @pytest.mark.parametrize("address", ["{}", "file://{}", "file://{}/*.parquet"])

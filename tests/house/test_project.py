@@ -198,7 +198,8 @@ def code_of(path) -> dict:
 
 
 def too_wide(text) -> list:
-    return [line for line in text.splitlines() if len(line) > 120]
+    "Lines of more than 120 columns; nbdev wraps its list of public names without counting the name `__all__`."
+    return [line for line in text.splitlines() if len(line.removeprefix("__all__ = ")) > 120]
 
 
 def hidden_raises(text) -> list:
@@ -224,6 +225,7 @@ def test_code_is_120_columns_wide_and_a_raise_has_its_own_line(path):
 
 def test_the_checks_of_width_and_raise_notice():
     assert too_wide("a\n" + "b" * 121 + "\n" + "c" * 120) == ["b" * 121]
+    assert too_wide("__all__ = " + "b" * 120 + "\n__all__ = " + "c" * 121) == ["__all__ = " + "c" * 121]
     text = "%time 1\nif a: raise B\nif a:\n    raise B\nx = 'if a: raise'"
     assert hidden_raises(text) == ["if a: raise B"]
 
