@@ -3667,6 +3667,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'anchor_nb/training/encoders.py'),
                                              'anchor_nb.training.encoders.fit': ( 'training/encoders.html#fit',
                                                                                   'anchor_nb/training/encoders.py'),
+                                             'anchor_nb.training.encoders.in_steps': ( 'training/encoders.html#in_steps',
+                                                                                       'anchor_nb/training/encoders.py'),
                                              'anchor_nb.training.encoders.loss_of': ( 'training/encoders.html#loss_of',
                                                                                       'anchor_nb/training/encoders.py'),
                                              'anchor_nb.training.encoders.mix': ( 'training/encoders.html#mix',

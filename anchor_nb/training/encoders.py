@@ -10,7 +10,7 @@ import json, random, time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from ..core.files import new_folder, write_text
-from ..core.progress import announce, without_bars
+from ..core.progress import announce, progress, without_bars
 from ..data.retrieval_sets import Retrieval, relevant
 from ..models.resolve import find_model
 
@@ -53,6 +53,16 @@ def loss_of(encoder):
     return CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=MINI)
 
 # %% ../../nbs/training/11_encoders.ipynb #bcb55ed6
+def in_steps(desc: str): # -> a callback of transformers' trainer
+    "A progress bar of a training's steps."
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_): self.bar = progress(desc=desc, total=state.max_steps)
+        def on_step_end(self, args, state, control, **_): self.bar.update()
+        def on_train_end(self, args, state, control, **_): self.bar.close()
+    return Steps()
+
 def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: int) -> dict: # epoch -> score
     "Train in place; afterwards the encoder is as after the best of these epochs. Epoch 0 is the one before."
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
@@ -69,7 +79,8 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
         settings._n_gpu = min(settings.n_gpu, 1) # or DataParallel would make the batch larger with each GPU
         trainer = SentenceTransformerTrainer(encoder, settings, train_dataset=as_triples(rows), evaluator=judge,
                                              loss=loss_of(encoder),
-                                             callbacks=[EarlyStoppingCallback(1)] if judge else [])
+                                             callbacks=[in_steps(f"learning rate {rate:g}"),
+                                                        *([EarlyStoppingCallback(1)] if judge else [])])
         trainer.remove_callback(PrinterCallback)
         with without_bars(): trainer.train()
     history = [row[f"eval_{SCORE}"] for row in trainer.state.log_history if f"eval_{SCORE}" in row]

@@ -105,12 +105,13 @@ def prepared(name, dev=False):
     from anchor_nb.data.corpora import build_corpus
     import gates
     folder = gates.ROOT/name
-    if not (folder/"kept_out.jsonl").is_file(): gates.data()
+    if not (folder/"kept_out.jsonl").is_file(): gates.data() if name == "village" else gates.split(name)
     out = rows_of(folder/"kept_out.jsonl")
-    asked = {("village", True): out[:50], ("village", False): out[50:], ("wordnet", True): out}.get((name, dev))
-    if asked: return folder/"pairs", out, [(row["query"], k) for k, row in enumerate(asked)], [
-        row["positive"] for row in asked]
-    exam = build_corpus("wordnet")/"eval"
+    if dev or name == "village":
+        asked = out if name != "village" else out[:50] if dev else out[50:]
+        return folder/"pairs", out, [(row["query"], k) for k, row in enumerate(asked)], [
+            row["positive"] for row in asked]
+    exam = build_corpus(name)/"eval"
     documents = {row["_id"]: row["text"] for row in rows_of(exam/"corpus.jsonl")}
     places, judged = {key: place for place, key in enumerate(documents)}, {}
     for line in (exam/"qrels.tsv").read_text(encoding="utf-8").splitlines()[1:]:
@@ -256,9 +257,9 @@ def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
 
 
 def start(rung, dev=False):
-    "The data of a rung, as `prepared` gives it; the model of `small` is trained where it is not there."
+    "The data of a rung, as `prepared` gives it; a small language model is trained where it is not there."
     data = prepared(RUNGS[rung]["data"], dev)
-    if rung == "small" and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(data[0])
+    if rung in SMALL and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(rung, data[0])
     return data
 
 
@@ -280,23 +281,23 @@ def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
 # ---- the small language model ----
 
 
-def small_lm(pairs, steps=1000):
-    "A Llama of 6 M weights, first random, then trained on both texts of the pairs; its loss goes to small-lm.jsonl."
+def small_lm(rung, pairs, steps=1000):
+    "A Llama of 5 M weights, first random, then trained on both texts of the pairs; its loss goes to small-lm.jsonl."
     from anchor_nb import Stage1, train
     from anchor_nb.models.resolve import random_llama
     texts = [row[side] for path in sorted(Path(pairs).glob("*.jsonl")) for row in rows_of(path)
              for side in ("query", "positive")]
-    random_llama(ROOT/"random", texts, vocabulary=4096, hidden=256, mlp=688, layers=6, heads=4)
-    out = ROOT/"small-lm"
-    facts = train(Stage1(model=str(ROOT/"random"), data=str(pairs), out=str(ROOT/"training"), seed=1,
-                         objectives=dict(lm=1.0), alpha=0.5, steps=steps, global_batch=64, learning_rate=2e-3,
-                         warmup_steps=50, max_length=64, **COMMON | dict(schedule="cosine")))
-    for row in rows_of(ROOT/"training/metrics.jsonl"):
+    random, training = ROOT/rung/"random", ROOT/rung/"training"
+    random_llama(random, texts, vocabulary=4096, hidden=256, mlp=688, layers=6, heads=4)
+    facts = train(Stage1(model=str(random), data=str(pairs), out=str(training), seed=1, objectives=dict(lm=1.0),
+                         alpha=0.5, steps=steps, global_batch=64, learning_rate=2e-3, warmup_steps=50, max_length=64,
+                         **COMMON | dict(schedule="cosine")))
+    for row in rows_of(training/"metrics.jsonl"):
         if row["step"] % 50 == 0 or row["step"] == 1:
-            keep("small-lm.jsonl", {name: round(row[name], 4) for name in ("step", "loss", "loss_documents",
-                                                                           "loss_queries", "tokens")})
+            keep("small-lm.jsonl", dict(rung=rung) | {name: round(row[name], 4) for name in (
+                "step", "loss", "loss_documents", "loss_queries", "tokens")})
     print(facts["parameters"], "weights")
-    shutil.copytree(ROOT/"training/model", out)
+    shutil.copytree(training/"model", RUNGS[rung]["model"])
 
 
 # ---- analysis: decided before the runs ----
