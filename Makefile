@@ -60,7 +60,7 @@ soak: $(STAMP)
 sync: $(STAMP)
 	@$(BIN)/python setup.py sync
 	@$(BIN)/nbdev-export
-	@$(BIN)/python -c "from anchor_nb.core.presets import write_parameters; from pathlib import Path; [write_parameters(p) for p in Path('nbs/stages').glob('*.ipynb')]"
+	@$(BIN)/python setup.py parameters
 	@$(BIN)/nbdev-clean
 	@$(BIN)/python setup.py readme
 

@@ -5,7 +5,7 @@ import random
 import signal
 import sys
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import warm
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.runs.identity import ENGINE
 from anchor_nb.core.recipe import Stage1, Stage2
-from anchor_nb.core.settings import as_dict, default
+from anchor_nb.core.settings import default
 from anchor_nb.data.retrieval_sets import Retrieval
 
 RUN = """
@@ -52,7 +52,7 @@ def recipe(stage, out, **changes):
 
 def start(recipe, before="") -> warm.Popen:
     "Train in another process, as a script would; `before` is code to run there first."
-    arguments = json.dumps([type(recipe).__name__.lower(), as_dict(recipe)])
+    arguments = json.dumps([type(recipe).__name__.lower(), asdict(recipe)])
     return warm.Popen([sys.executable, "-c", before + RUN, arguments], stdout=warm.PIPE, stderr=warm.STDOUT, text=True)
 
 

@@ -114,8 +114,7 @@ def cka_curve(parts: list, interval) -> dict: # value, low, high
     blocks = [half.sums("hsic")["hsic"][:, places] for half, places in parts]
     enough = ~torch.cat(blocks, 1).isnan().any(1) # blocks of four rows or more
     spread = interval(ratio, {name: block[enough] for name, block in zip(("xy", "xx", "yy"), blocks)})
-    value, low, high = [torch.tensor([np.nan if number is None else number for number in spread[side]],
-                                     dtype=torch.float64) for side in ("value", "low", "high")]
+    value, low, high = torch.from_numpy(np.array([spread[side] for side in ("value", "low", "high")], float))
     whole = total_cka(parts, True)
     return interval_lists(whole, whole + (low - value), whole + (high - value))
 
@@ -124,7 +123,7 @@ def curves(comparison: Comparison, x: Comparison, y: Comparison,
     "The measures of a comparison at matched layers; `x` and `y` compare each model with itself."
     interval = partial(block_interval, seed=settings.seed, draws=settings.draws)
     parts = cka_parts(comparison, x, y, comparison.matched)
-    measures = dict(cka=cka_curve(parts, interval), cka_biased=plain(total_cka(parts, False)))
+    measures = dict(cka=cka_curve(parts, interval), cka_biased=interval_lists(total_cka(parts, False)))
     if comparison.equal:
         sums = comparison.sums("rows", "x", "y", "xx", "yy", "xy")
         sums["rows"] = sums["rows"][..., None, None]
@@ -132,13 +131,8 @@ def curves(comparison: Comparison, x: Comparison, y: Comparison,
     if comparison.fitted:
         scored = dict(zip(("xx", "yy", "xy"), comparison.sums("x_length", "y_length", "product").values()))
         measures |= dict(procrustes_residual=interval(residual, scored), procrustes_cosine=interval(cosine, scored),
-                         row_inverse_entropy=plain(row_inverse_entropy(comparison.fitted[0]).mean(-1).cpu()))
+                         row_inverse_entropy=interval_lists(row_inverse_entropy(comparison.fitted[0]).mean(-1).cpu()))
     return measures
-
-# %% ../../nbs/analysis/03_compare.ipynb #aebf62eb
-def plain(values: Tensor) -> dict:
-    "Values without an interval."
-    return interval_lists(values, *[torch.full_like(values, torch.nan)]*2)
 
 # %% ../../nbs/analysis/03_compare.ipynb #834e598b
 def nearest(states: Tensor, count: int, # states: [rows, layers, width]

@@ -210,7 +210,7 @@ def block_interval(statistic,       # sums, by name -> [...]
     blocks = len(next(iter(sums.values())))
     drawn_by = lambda counts: statistic(**{name: torch.tensordot(counts, part, 1) for name, part in sums.items()})
     value = drawn_by(torch.ones(blocks, dtype=torch.float64))
-    if blocks < 2: return interval_lists(value, *[torch.full_like(value, torch.nan)]*2)
+    if blocks < 2: return interval_lists(value)
     counts = torch.from_numpy(np.random.default_rng(seed).multinomial(blocks, [1/blocks]*blocks, draws)).double()
     drawn = torch.stack([drawn_by(row) for row in counts])
     low, high = drawn.nanquantile(torch.tensor(expanded(blocks), dtype=torch.float64), dim=0)
@@ -221,9 +221,10 @@ def plain_list(values: Tensor) -> list:
     "Numbers for JSON, which has no NaN: None stands for it."
     return [None if number != number else number for number in values.flatten().tolist()]
 
-def interval_lists(value: Tensor, low: Tensor, high: Tensor) -> dict:
+def interval_lists(value: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> dict: # None: no interval
     "A value and the ends of its interval as plain lists."
-    return dict(value=plain_list(value), low=plain_list(low), high=plain_list(high))
+    ends = [torch.full_like(value, torch.nan) if end is None else end for end in (low, high)]
+    return dict(zip(("value", "low", "high"), map(plain_list, (value, *ends))))
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #e8ea0bad
 def split_by_class(labels: list, share: float = 0.25, seed: int = 0) -> tuple: # (train, test), arrays of places

@@ -10,7 +10,7 @@ import inspect
 import shlex
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
@@ -20,7 +20,7 @@ from ..core.recipe import RECIPES
 from ..runs.ledger import read_json
 from ..runs.launch import variable
 from ..core.presets import methods, presets
-from ..core.settings import as_dict, nearest
+from ..core.settings import nearest
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
 from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
@@ -54,7 +54,7 @@ def decided(stage: str, values: dict) -> tuple: # (values with what the preset d
         find_sources(recipe.data)
         with redirect_stdout(sys.stderr): inputs = check_inputs(recipe)
     except (OSError, ValueError): return values, open_yet # the forecast names the fault
-    return values | as_dict(inputs.recipe), inputs.why
+    return values | asdict(inputs.recipe), inputs.why
 
 def show_forecast(stage: str, values: dict):
     "Print how long a training stage would take, as a comment below its parameters."

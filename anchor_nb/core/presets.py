@@ -6,7 +6,6 @@
 __all__ = ['presets', 'preset', 'methods']
 
 # %% ../../nbs/core/02_presets.ipynb #d7a4d262
-import json
 from importlib.resources import files
 from pathlib import Path
 from pprint import pformat
@@ -63,17 +62,3 @@ def parameters_cell(cls: type, # a recipe
         return start + text.replace("\n", "\n" + " "*len(start)) + f"  # {f.metadata['help']}"
     blocks = [[f"# {GROUPS[group]}", *map(line, members)] for group, members in grouped(cls).items()]
     return "\n\n".join("\n".join(block) for block in blocks)
-
-# %% ../../nbs/core/02_presets.ipynb #4e1491d3
-def write_parameters(notebook: Path, # a stage notebook, named after its recipe
-                    ) -> bool:       # did it change?
-    "Regenerate the cell tagged `parameters` from the recipe; ValueError unless there is exactly one."
-    content = json.loads(Path(notebook).read_text(encoding="utf-8"))
-    tagged = [cell for cell in content["cells"] if "parameters" in cell["metadata"].get("tags", [])]
-    if len(tagged) != 1:
-        raise ValueError(f"{notebook} has {len(tagged)} cells tagged parameters; it needs one")
-    source = parameters_cell(RECIPES[Path(notebook).stem]).splitlines(keepends=True)
-    changed = tagged[0]["source"] != source
-    tagged[0]["source"] = source
-    if changed: Path(notebook).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return changed

@@ -78,10 +78,6 @@ def token_counter(folder: str): # a model folder, or a hub id in the cache; -> f
     read = lambda texts: tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
     return lambda texts: [len(ids) + extra for ids in read(texts)]
 
-def word_counter(texts: list) -> list:
-    "The words of each text."
-    return [len(text.split()) for text in texts]
-
 # %% ../../nbs/data/09_inspection.ipynb #469325cc
 def lengths(rows: list, count, longest: int, most: int = 20_000) -> dict: # field -> median, 95%, longest, cut
     "How long texts are; cut: the share of them that is longer than `longest`."
@@ -127,7 +123,7 @@ def inspect_pairs(data: str,           # a table, a folder of tables, a saved da
                  ) -> dict:            # unit, max_length, datasets: name -> rows, fields, faults, lengths, ...
     "What is in a table of pairs, in plain values; ValueError or FileNotFoundError when no row can be used."
     sources, columns = find_sources(data), pair_columns(columns)
-    count = token_counter(tokenizer) if tokenizer else word_counter
+    count = token_counter(tokenizer) if tokenizer else lambda texts: [len(text.split()) for text in texts]
     limit = max_length if tokenizer else np.inf # words say too little about what would be cut
     return dict(unit="tokens" if tokenizer else "words", max_length=max_length,
                 datasets={name: inspect_source(source, columns, count, limit, examples)

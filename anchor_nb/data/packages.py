@@ -163,10 +163,9 @@ def index_files(folder: Path) -> dict[str, str]:
     return files
 
 # %% ../../nbs/data/05_packages.ipynb #2d5fb2e5
-def fetch_debian_index(folder: Path | None = None,  # where it is kept; default: `packages` in the cache
-                       ) -> Path:                   # folder with Packages.gz, Translation-en.gz, source.json
+def fetch_debian_index() -> Path: # folder with Packages.gz, Translation-en.gz, source.json
     "The distribution's package index, fetched once and then kept; delete the folder to fetch it again."
-    target = Path(folder or cache_dir() / "packages") / "debian-index"
+    target = cache_dir() / "packages" / "debian-index"
     if (target / "source.json").is_file(): return target
     try:
         with new_folder(target) as work, tempfile.TemporaryDirectory() as lists: copy_index(lists, work)

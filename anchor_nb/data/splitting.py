@@ -91,7 +91,6 @@ def exam_parts(rows: list, chosen: list) -> tuple: # (corpus: text -> id, querie
 
 def write_exam(folder: Path, corpus: dict, queries: dict, judged: list):
     "An evaluation folder in the standard layout."
-    folder.mkdir(parents=True)
     write_lines(folder/"corpus.jsonl", (dict(_id=name, title="", text=text) for name, text in corpus.items()))
     write_lines(folder/"queries.jsonl", (dict(_id=name, text=text) for name, text in queries.items()))
     lines = ["query-id\tcorpus-id\tscore", *(f"{query}\t{document}\t1" for query, document in judged)]

@@ -94,8 +94,9 @@ def write_table(path: Path, rows: Iterator, batch: int = 10_000) -> int: # rows:
     return total
 
 # %% ../../nbs/data/03_writers.ipynb #485edcbc
-def write_lines(path: Path, rows: Iterator) -> int: # rows written
-    "A JSONL file of rows, the same bytes on every platform."
+def write_lines(path: Path, rows: Iterable) -> int: # rows written
+    "A JSONL file of rows, the same bytes on every platform; its folder is made if need be."
+    path.parent.mkdir(parents=True, exist_ok=True)
     total = 0
     with open(path, "wb") as file:
         for total, row in enumerate(rows, 1): file.write(json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n")

@@ -99,9 +99,9 @@ DOCUMENTS = 6 # of an exam, at least: with fewer, no signs reach that p
 SPREAD = 0.35 # of the differences of single queries, before any is known; ours, from the studies
 EASY = 0.98 # a score of what needs no training, above which an exam leaves no room; ours
 
-def queries_needed(difference: float, spread: float = SPREAD) -> int: # both in [0, 1]
+def queries_needed(difference: float) -> int: # difference: in [-1, 1]
     "How many queries an exam needs to show a difference."
-    return math.ceil((FINDS*spread/max(abs(difference), 0.005))**2)
+    return math.ceil((FINDS*SPREAD/max(abs(difference), 0.005))**2)
 
 def grown(hits, count: int) -> int: # hits: an `Interval` over so many queries
     "How many such queries would show the difference, by the width of its interval."

@@ -70,13 +70,10 @@ def sign_flip(a: dict, b: dict,  # query id -> value, same queries
     return float(flipped.pvalue)
 
 # %% ../../nbs/evaluation/00_significance.ipynb #069962cd
-def mean_of_tasks(tasks: list,        # for each task, its numbers, one per query
-                  seed: int = 0,      # of the draws
-                  samples: int = 10_000, # number of draws
-                 ) -> Interval:
+def mean_of_tasks(tasks: list) -> Interval: # tasks: for each, its numbers, one per query
     "The plain mean of the tasks' means with its 95 % interval over queries."
-    generator, tasks = np.random.default_rng(seed), [np.asarray(list(values), dtype=np.float64) for values in tasks]
-    draws = sum(_means(values, generator, samples) for values in tasks) / len(tasks)
+    generator, tasks = np.random.default_rng(0), [np.asarray(list(values), dtype=np.float64) for values in tasks]
+    draws = sum(_means(values, generator, 10_000) for values in tasks) / len(tasks)
     return Interval(float(np.mean([values.mean() for values in tasks])), *map(float, np.percentile(draws, [2.5, 97.5])))
 
 

@@ -23,9 +23,6 @@ CURVES = {"cka": ("linear CKA", "1: same up to rotation"),
           "row_inverse_entropy": ("axes kept by the rotation", "1: axes stay axes"),
           "knn": ("kNN overlap", "1: same neighbours")}
 
-def _numbers(values: list) -> np.ndarray:
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
-
 def _not_there(axes, result: dict, metric: str):
     "A panel whose metric was left out says why."
     reasons = (text for name, text in result["left_out"].items() if name == metric or name.startswith(metric))
@@ -41,7 +38,7 @@ def _heat(axes, result: dict, metric: str, names: tuple, low: float, colours: st
     import seaborn
     if not result["matrices"].get(metric): return _not_there(axes, result, metric)
     labels = lambda layers: [layer if place % max(1, len(layers)//6) == 0 else "" for place, layer in enumerate(layers)]
-    matrix = _numbers(np.ravel(result["matrices"][metric])).reshape(len(result["layers_a"]), -1)
+    matrix = np.array(result["matrices"][metric], float) # None becomes NaN
     seaborn.heatmap(matrix, ax=axes, vmin=low, vmax=1, cmap=colours, square=True, cbar_kws=dict(shrink=0.8),
                     xticklabels=labels(result["layers_b"]), yticklabels=labels(result["layers_a"]))
     axes.invert_yaxis()
@@ -55,7 +52,7 @@ def _curves(axes, result: dict, metric: str, names: tuple):
     layers = [pair[0] for pair in result["matched"]]
     for null in [null for null in reversed(NULLS) if null in result["curves"][metric]]:
         curve, (_, colour, dashes) = result["curves"][metric][null], NULLS[null]
-        values, low, high = (_numbers(curve[part]) for part in ("value", "low", "high"))
+        values, low, high = (np.array(curve[part], float) for part in ("value", "low", "high"))
         pair = dict(linewidth=2, marker="o", markersize=3.5) if null == "pair" else dict(linewidth=1.5)
         axes.plot(layers, values, color=colour, linestyle=dashes, gid=f"{metric} {null}", **pair)
         axes.fill_between(layers, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -67,7 +64,7 @@ def _dimensions(axes, result: dict):
     "Correlations of the last layer's dimensions, each with its own."
     last = result.get("last_layer") or {}
     if not last.get("correlations"): return _not_there(axes, result, "correlation")
-    axes.hist(_numbers(last["correlations"]), bins=np.linspace(-1, 1, 41), color="#0173b2", linewidth=0,
+    axes.hist(np.array(last["correlations"], float), bins=np.linspace(-1, 1, 41), color="#0173b2", linewidth=0,
               gid="dimensions")
     axes.axvline(last["mean"], color="#d55e00", linewidth=1.5, gid="mean")
     axes.set(xlabel="correlation", ylabel="dimensions")
@@ -94,7 +91,7 @@ def _probe(axes, result: dict, names: tuple):
 def _sizes(axes, result: dict, sizes: list):
     "The neighbourhoods of other sizes, thin beside the middle one, each named at its end."
     layers, low, high = [pair[0] for pair in result["matched"]], *axes.get_ylim()
-    curves = {metric: _numbers(result["curves"][metric]["pair"]["value"]) for metric in sizes}
+    curves = {metric: np.array(result["curves"][metric]["pair"]["value"], float) for metric in sizes}
     for metric in sizes:
         if metric != sizes[len(sizes)//2]:
             axes.plot(layers, curves[metric], color="#0173b2", linewidth=0.8, gid=f"{metric} pair")

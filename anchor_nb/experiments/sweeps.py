@@ -341,7 +341,7 @@ def settle(state: dict, nodes: dict, ended: dict):
             state[name] = "skipped"
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #8f37df88
-def reasons(state: dict, nodes: dict, root: Path) -> dict: # name -> text
+def reasons(state: dict, root: Path) -> dict: # name -> text
     "Why nodes failed, from what their processes left behind."
     jobs = Path(root)/"jobs"
     return {name: outcome_of(jobs/f"{name}.job.json").get("reason") or f"it ended without a reason; see {jobs}/{name}*"
@@ -406,4 +406,4 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
                 finally: runner.stop()
     count = list(state.values()).count
     return dict(done=count("done"), skipped=count("skipped"), waiting=count("waiting"),
-                failed=reasons(state, nodes, root), ledger=str(root/"ledger.jsonl"))
+                failed=reasons(state, root), ledger=str(root/"ledger.jsonl"))

@@ -58,9 +58,8 @@ def format_examples(formatter,      # of documents, and of queries unless those 
 class Guide:
     "A frozen embedder that judges which candidates are too close."
     def __init__(self, model: str,          # whatever `AnchorEmbedder.from_pretrained` loads
-                 micro_tokens: int = 2048,  # tokens of one packed batch
-                 device: str = ""):         # empty: the GPU if there is one
-        self.embedder = AnchorEmbedder.from_pretrained(model, micro_tokens=micro_tokens, device=device)
+                 micro_tokens: int = 2048): # tokens of one packed batch
+        self.embedder = AnchorEmbedder.from_pretrained(model, micro_tokens=micro_tokens)
         self.embedder.lm.requires_grad_(False)
         self.joins = self.embedder.formatter.layout.instruction_format != WHOLE_BEGINNING
 

@@ -246,7 +246,7 @@ class Anchor:
 
 # %% ../../nbs/losses/00_reconstruction.ipynb #66a9e862
 def directed_loss(hidden: Tensor,  # [targets, hidden], states that predict the batch's targets
-                  lm, batch: ReconstructionBatch, totals: Tensor, alpha: float, chunk: int, # see `reconstruction_loss`
+                  lm, batch: ReconstructionBatch, totals: Tensor, alpha: float, chunk: int, # see `Anchor`
                  ) -> tuple:       # (loss, [directions] loss in nats per token)
     "The cross-entropy of each direction per token of the global batch, and their weighted sum."
     weights = dict(zip(DIRECTIONS, (alpha, 1 - alpha)))
@@ -267,19 +267,10 @@ def both_passes(lm, batch: ReconstructionBatch, pooling: str,
     hidden = run_packed(trunk, batch.decode, decode, batch.visible, causal=True)
     return states, hidden.index_select(0, batch.rows)
 
-def reconstruction_loss(lm,             # a causal language model from `load_backbone`
-                        batch: ReconstructionBatch,
-                        totals: Tensor, # [directions] targets of Q2D and D2Q in the whole global batch
-                        alpha: float = 0.2, pooling: str = "eos", chunk: int = 0, # as for `Anchor`
-                        rules: DecodeRules = DecodeRules(),
-                       ) -> tuple:      # (loss, [directions] loss in nats per token)
-    "This micro-batch's share of the global loss; shares add up."
-    return directed_loss(both_passes(lm, batch, pooling, rules)[1], lm, batch, totals, alpha, chunk)
-
 # %% ../../nbs/losses/00_reconstruction.ipynb #007d21b3
 class Reconstruction(nn.Module):
     "Stage I's loss around a causal language model."
-    def __init__(self, lm, alpha: float = 0.2, chunk: int = 0): # as for `reconstruction_loss`
+    def __init__(self, lm, alpha: float = 0.2, chunk: int = 0): # as for `Anchor`
         super().__init__()
         check_head(lm)
         self.lm, self.alpha, self.chunk = lm, alpha, chunk
@@ -287,4 +278,5 @@ class Reconstruction(nn.Module):
     def forward(self, batch: ReconstructionBatch,
                 totals: Tensor) -> tuple: # (loss, [2] nats per token of each direction)
         "This micro-batch's share of the global loss."
-        return reconstruction_loss(self.lm, batch, totals, self.alpha, chunk=self.chunk)
+        hidden = both_passes(self.lm, batch, "eos", DecodeRules())[1]
+        return directed_loss(hidden, self.lm, batch, totals, self.alpha, self.chunk)

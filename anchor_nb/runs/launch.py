@@ -267,12 +267,6 @@ def launch_many(function, args: tuple, processes: int, run_dir: Path, node: Node
     shutil.rmtree(mine)
     return result
 
-# %% ../../nbs/runs/01_launch.ipynb #65269561
-def launch_one(function, args: tuple):
-    "Run `function` in this process and return its result."
-    with clean_accelerate(): result = function(*args)
-    return json.loads(as_json(result))
-
 # %% ../../nbs/runs/01_launch.ipynb #e19c7f55
 def with_half_the_memory(start,         # a function without arguments
                          run_dir: Path, # where a run that lacks memory leaves `micro_tokens.json`
@@ -340,6 +334,6 @@ def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str
         count, node = process_count(processes, usable_gpus()), find_node()
         alone = count == 1 == node.count
         def start():
-            if alone: return launch_one(function, args)
-            return launch_many(function, args, count, run_dir, node)
+            if not alone: return launch_many(function, args, count, run_dir, node)
+            with clean_accelerate(): return json.loads(as_json(function(*args)))
         return with_half_the_memory(start, run_dir)

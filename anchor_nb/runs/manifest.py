@@ -7,13 +7,13 @@ __all__ = ['now', 'new_manifest', 'read_manifest', 'reason_of', 'start_run', 'fi
 
 # %% ../../nbs/runs/06_manifest.ipynb #eb365c67
 import json, os, shlex, signal, traceback
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from .identity import engine_of, inputs_beside, inputs_of, recipe_sha256, settings_of
 from .ledger import read_json, write_json
 from .provenance import code_version, gpu_names, library_versions, machine, peak_gpu_memory, peak_memory
-from ..core.settings import as_dict, default
+from ..core.settings import default
 from ..core.progress import running_shell
 from ..core.redaction import hide, secret_values, without_secrets
 
@@ -21,7 +21,7 @@ from ..core.redaction import hide, secret_values, without_secrets
 def command_line(recipe, # a recipe
                 ) -> str: # for a shell
     "The command that runs this recipe again; a preset that has nothing left to decide is not part of it."
-    stage, values = type(recipe).__name__.lower(), without_secrets(as_dict(recipe))
+    stage, values = type(recipe).__name__.lower(), without_secrets(asdict(recipe))
     changed = {f.name: values[f.name] for f in fields(recipe) if values[f.name] != default(f)}
     if not getattr(recipe, "left_open", lambda: True)(): changed.pop("preset", None)
     text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -38,7 +38,7 @@ def new_manifest(recipe, data: dict) -> dict:
     here = getattr(recipe, "processes", 1) or max(1, len(gpu_names()))
     processes = int(os.environ.get("WORLD_SIZE", 0)) or here*int(os.environ.get("NNODES") or 1)
     return without_secrets(dict(
-        stage=type(recipe).__name__.lower(), status="running", recipe=as_dict(recipe),
+        stage=type(recipe).__name__.lower(), status="running", recipe=asdict(recipe),
         recipe_sha256=recipe_sha256(recipe),
         command=command_line(recipe), seed=getattr(recipe, "seed", None), world_size=processes, data=data or {},
         inputs=inputs_beside(recipe, data),
@@ -48,7 +48,7 @@ def new_manifest(recipe, data: dict) -> dict:
 # %% ../../nbs/runs/06_manifest.ipynb #5c21fbb5
 def other_settings(manifest: dict, recipe) -> list: # sentences
     "How a run on disk differs from the requested one in settings and code; reads no content."
-    stage, here, known = type(recipe).__name__.lower(), settings_of(recipe), as_dict(recipe)
+    stage, here, known = type(recipe).__name__.lower(), settings_of(recipe), asdict(recipe)
     if manifest["stage"] != stage: return [f"it is a {manifest['stage']} run, not {stage}"]
     there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
     younger = {f.name: default(f) for f in fields(recipe) if f.name in here} # a run before them had their defaults

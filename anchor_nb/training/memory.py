@@ -95,15 +95,11 @@ def activation_bytes(shape: Shape, setup: Setup, checkpointing: bool = False) ->
     state = shape.hidden*(2 if setup.precision == "pure_bf16" else 4)
     # from the decoder to the head: final norm, the rows that predict, their gradient
     passes, between = (2, 5*state) if setup.stage == "stage1" else (1, 0)
-    if not setup.only_last: between += pooled_bytes(shape, setup)
+    # what enters the final norm, what it has normed for its own gradient, what is averaged; in fp32
+    if not setup.only_last: between += (3 - (setup.rank > 0))*shape.hidden*4
     if checkpointing: return passes*shape.layers*state + between
     layer, last = [sum(kept_bytes(shape, setup, last).values()) for last in (False, setup.only_last)]
     return (passes*shape.layers - 1)*layer + last + between
-
-def pooled_bytes(shape: Shape, setup: Setup) -> int:
-    "What the final norm and a mean over states keep of each token, in fp32."
-    # what enters the norm, what it has normed for its own gradient, what is averaged
-    return (3 - (setup.rank > 0))*shape.hidden*4
 
 def head_bytes(shape: Shape, setup: Setup, tokens: int) -> int:
     "Logits of a chunk, and the gradient of the head's weight."

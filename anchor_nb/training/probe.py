@@ -210,7 +210,6 @@ def forecast(module, steps: Steps, config, # of the model, from transformers
              budget: int,                  # tokens of a micro-batch
              checkpointing: bool = False,  # whether activations are
              autocast=nullcontext, compiled: bool = False,
-             clock=time.perf_counter,
             ) -> Forecast:
     "Measure this machine on the run's own texts, without changing anything; every rank must call it."
     sample, share = sample_steps(steps, global_batch), global_batch//setup.processes
@@ -220,14 +219,14 @@ def forecast(module, steps: Steps, config, # of the model, from transformers
     room = free + held_memory(device)
     size = expected_memory(config, setup, peak, checkpointing, device)
     most = max(1, min(share, int(budget*sample.pairs/sum(sample.lengths))))
-    rate = 0.0 if compiled else speed(module, steps, most, device, autocast, clock=clock)
+    rate = 0.0 if compiled else speed(module, steps, most, device, autocast)
     tokens = of_first_rank(sample.tokens)
     why = "layers are compiled first" if compiled else "the probe ran out of memory"
     known = dict(steps=steps.last - steps.first, tokens=tokens, bytes=size, free=room, lengths=tuple(sample.lengths))
     if not rate: return Forecast(step_seconds=0.0, why=why, **known)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     pieces = -(-sum(sample.lengths)*share//sample.pairs//budget) if setup.stage == "stage2" and not checkpointing else 1
-    seconds = step_time(tokens, rate, max(1, pieces), setup.rank > 0, trained/optimizer_rate(device, clock=clock))
+    seconds = step_time(tokens, rate, max(1, pieces), setup.rank > 0, trained/optimizer_rate(device))
     return Forecast(step_seconds=of_first_rank(seconds), **known)
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be030

@@ -8,9 +8,8 @@ __all__ = []
 # %% ../../nbs/training/03_sharding.ipynb #bc59eedf
 import torch
 from torch import Tensor, nn
-from ..core.distributed import world
+from ..core.distributed import all_reduce, world
 from ..models.backbone import trunk_of
-from ..core.distributed import all_reduce
 
 # %% ../../nbs/training/03_sharding.ipynb #e83ef1c8
 def check_same_weights(module: nn.Module):

@@ -9,8 +9,7 @@ __all__ = ['ReconstructionStep', 'Steps']
 from dataclasses import dataclass
 import numpy as np
 import torch
-from ..data.prompts import Formatter
-from ..data.prompts import with_shots
+from ..data.prompts import Formatter, with_shots
 from ..data.rows import Batches, examples, generator
 from ..models.packing import cut_by_tokens
 from ..models.pooling import pack_texts

@@ -123,10 +123,6 @@ def choose_precision(config) -> str: # fp32 or bf16
     return precision
 
 # %% ../../nbs/training/09_trainer.ipynb #41206b55
-def same(item):
-    "The item: a batch needs no collating."
-    return item
-
 def quiet_worker(number: int):
     "In a worker, keep the tokenizer from starting threads and from warning that it may not; leave signals to the rank."
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -245,8 +241,8 @@ class AnchorTrainer(KeptRows):
         workers, more = self.args.dataloader_num_workers, {}
         if workers: more = dict(multiprocessing_context="fork", worker_init_fn=quiet_worker, prefetch_factor=2)
         # the global generator belongs to dropout, and must be where an uninterrupted run has it
-        return torch.utils.data.DataLoader(self.train_dataset, batch_size=None, collate_fn=same, num_workers=workers,
-                                           generator=torch.Generator(), **more)
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=None, collate_fn=lambda item: item,
+                                           num_workers=workers, generator=torch.Generator(), **more)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         "The gradient of one global batch, and its loss."

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,6 @@ from common import recipe, rows, run, toy_pairs
 from anchor_nb.runs import launch, manifest as runs
 from anchor_nb.experiments import slurm as submit
 from anchor_nb.core.recipe import Stage1
-from anchor_nb.core.settings import as_dict
 
 TRAINING = dict(model="tiny", global_batch=8, warmup_steps=2, learning_rate=1e-3, max_length=48, micro_tokens=300)
 
@@ -104,14 +104,14 @@ def test_two_nodes_train_what_one_does(tmp_path):
     "Two nodes of one process each, here on loopback: the first runs the stage, the second takes part in its training."
     alone = recipe(Stage1, tmp_path/"alone", steps=4)
     run(alone)
-    job = submit.write_job(tmp_path, "two", "stage1", as_dict(alone) | dict(out=str(tmp_path/"two")))
+    job = submit.write_job(tmp_path, "two", "stage1", asdict(alone) | dict(out=str(tmp_path/"two")))
     port = 21000 + os.getpid() % 8000
     both = []
     for rank in (1, 0):
         with launch.environment(nnodes=2, node_rank=rank, master_addr="127.0.0.1", master_port=port,
                                 accelerate_use_cpu=1, omp_num_threads=1):
             both.append(submit.start_job(job if rank == 0 else submit.write_job(tmp_path, "second", "stage1",
-                                                                                as_dict(alone)
+                                                                                asdict(alone)
                                                                                 | dict(out=str(tmp_path/"two"))),
                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [process.communicate(timeout=240)[0] for process in both]

@@ -1,5 +1,6 @@
 "One set of defaults, the same from the command line, papermill and Python; a resumed run keeps what was decided."
 import json
+from dataclasses import asdict
 
 import pytest
 import yaml
@@ -8,7 +9,6 @@ from typer.testing import CliRunner
 from anchor_nb.cli.main import app
 from anchor_nb.core.presets import presets
 from anchor_nb.core.recipe import LEFT_OPEN, RECIPES
-from anchor_nb.core.settings import as_dict
 from anchor_nb.experiments.pipeline import full_preset
 from anchor_nb.experiments.stages import check_out, checked, declared, stage_notebook
 from anchor_nb.runs.manifest import start_run
@@ -51,7 +51,7 @@ def test_what_training_runs_is_what_was_decided_and_a_resumed_run_keeps_it(tmp_p
     facts = train(recipe)
     assert facts["steps"] == decided.steps == round(0.1*facts["data"]["toy"]["rows"]/4)
     record = json.loads((tmp_path/"run/model/anchor_nb.json").read_text())
-    assert all(record["recipe"][name] == as_dict(decided)[name] for name in LEFT_OPEN)
+    assert all(record["recipe"][name] == asdict(decided)[name] for name in LEFT_OPEN)
     assert record["layout"]["max_length"] == decided.max_length
     assert "preset laptop (as asked for): 4 pairs a step" in capsys.readouterr().out
 
@@ -78,7 +78,7 @@ def test_looking_for_a_gpu_leaves_cuda_asleep_so_that_ranks_can_be_forked(tmp_pa
 def test_the_same_command_finds_the_run_that_the_preset_decided(tmp_path):
     asked = RECIPES["stage1"](model="tiny", data=toy_pairs(), out=str(tmp_path/"run"))
     start_run(asked.out, check_inputs(asked).recipe)
-    check_out("stage1", as_dict(asked), tmp_path/"run")
+    check_out("stage1", asdict(asked), tmp_path/"run")
     for change in (dict(alpha=0.5), dict(steps=7)):
         with pytest.raises(ValueError, match="holds another run: " + next(iter(change))):
-            check_out("stage1", as_dict(asked) | change, tmp_path/"run")
+            check_out("stage1", asdict(asked) | change, tmp_path/"run")
