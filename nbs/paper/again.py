@@ -4,6 +4,7 @@
     python nbs/paper/again.py tune village          # rate and temperature of stage II, each arm alike
     python nbs/paper/again.py run village           # 0.1 M weights
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
+    python nbs/paper/again.py all descriptions      # the same on descriptions of packages
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
     python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit one GPU
     python nbs/paper/again.py all gpu-long --jobs 0 # stage II twice as long, as the plan asks where it was too short
@@ -45,12 +46,16 @@ WORDNET = dict(data="wordnet", stage1=dict(steps=600, global_batch=16, learning_
                                            max_length=64, carry_pairs=64, carry_steps=100, **KEPT_APART),
                stage2=dict(steps=150, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
                            snapshot_steps=75, save_steps=0))
+DESCRIPTIONS = dict(data="debian", model=str(ROOT/"descriptions-lm"), lm_steps=600, warm=150,
+                    stage1=WORDNET["stage1"] | dict(steps=800, warmup_steps=20, carry_pairs=0),
+                    stage2=WORDNET["stage2"] | dict(steps=300, snapshot_steps=150))
 SMOLLM2 = dict(data="wordnet", model="smollm2-135m", warm=40) # steps of bags before; see nbs/results/carry/gates.py
 RUNGS = dict(
     dry=dict(VILLAGE, model="tiny", stage1=VILLAGE["stage1"] | dict(steps=4), stage2=VILLAGE["stage2"] | dict(
         steps=4, snapshot_steps=2)),
     village=dict(VILLAGE, model="tiny"),
     small=dict(WORDNET, model=str(ROOT/"small-lm")),
+    descriptions=DESCRIPTIONS,
     smollm2=dict(SMOLLM2, scored="int8", grid=dict(learning_rate=(2e-4, 5e-4, 1e-3), temperature=(0.05,)),
                  stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=100, warmup_steps=10, carry_pairs=0,
                                                  save_steps=50),
@@ -64,6 +69,7 @@ def twice(rung, every):
     return rung | dict(stage2=rung["stage2"] | dict(steps=2*rung["stage2"]["steps"], snapshot_steps=every))
 
 
+SMALL = ("small", "descriptions") # language models that are trained here
 LONG = "-long" # rungs again, from the same stage I, with the same rates and temperatures
 RUNGS |= {"dry" + LONG: twice(RUNGS["dry"], 2), "village" + LONG: twice(RUNGS["village"], 50),
           "gpu" + LONG: twice(RUNGS["gpu"], 100)}
@@ -281,7 +287,7 @@ def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
 # ---- the small language model ----
 
 
-def small_lm(rung, pairs, steps=1000):
+def small_lm(rung, pairs):
     "A Llama of 5 M weights, first random, then trained on both texts of the pairs; its loss goes to small-lm.jsonl."
     from anchor_nb import Stage1, train
     from anchor_nb.models.resolve import random_llama
@@ -290,8 +296,8 @@ def small_lm(rung, pairs, steps=1000):
     random, training = ROOT/rung/"random", ROOT/rung/"training"
     random_llama(random, texts, vocabulary=4096, hidden=256, mlp=688, layers=6, heads=4)
     facts = train(Stage1(model=str(random), data=str(pairs), out=str(training), seed=1, objectives=dict(lm=1.0),
-                         alpha=0.5, steps=steps, global_batch=64, learning_rate=2e-3, warmup_steps=50, max_length=64,
-                         **COMMON | dict(schedule="cosine")))
+                         alpha=0.5, steps=RUNGS[rung].get("lm_steps", 1000), global_batch=64, learning_rate=2e-3,
+                         warmup_steps=50, max_length=64, **COMMON | dict(schedule="cosine")))
     for row in rows_of(training/"metrics.jsonl"):
         if row["step"] % 50 == 0 or row["step"] == 1:
             keep("small-lm.jsonl", dict(rung=rung) | {name: round(row[name], 4) for name in (
