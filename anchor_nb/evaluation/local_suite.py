@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from ..data import corpora, packages as sources
-from ..data.corpora import (CORPORA, LABELLED, distinct, is_built, normalise, publish, source_of, write_notice,
-                                    write_rows)
+from ..data.corpora import CORPORA, LABELLED, distinct, is_built, normalise, publish, source_of, write_notice
 from ..data.deduplication import near_texts
 from ..data.packages import Item, cache_dir, fetch_package
 from ..data.retrieval_sets import (Retrieval, as_task, classification_task, clustering_task, draw, pair_task,
                                            sts_task)
 from ..data.tables import table_rows
+from ..data.writers import write_lines
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #53558f70
 def leaks(test: list[str],        # texts of an evaluation
@@ -309,7 +309,7 @@ def build_local(name: str,                   # one of `LOCAL`
     archive, parts = read_archive(made.corpus)[1], made.build()
 
     def fill(work: Path) -> dict:
-        for part, rows in parts.items(): write_rows(work/f"{part}.jsonl", rows)
+        for part, rows in parts.items(): write_lines(work/f"{part}.jsonl", rows)
         write_notice(work, source, source_of(source, archive), archive)
         return {part: len(rows) for part, rows in parts.items()}
     return publish(target, wanted, source_of(source, archive), fill)

@@ -292,6 +292,10 @@ def again(name, way, *numbers):
     from anchor_nb.evaluation.exam import opened, score_one, verdict
     from anchor_nb.inference.filtering import filter_pairs
     from anchor_nb.release.adapt import BATCH, best_snapshot, decoder_step
+    base, before = warm() if way == "warmed" else "", {}
+    if base:
+        speed = (Path(base).parent/"speed.jsonl").read_text(encoding="utf-8").splitlines()
+        before = dict(warming_minutes=round(sum(json.loads(line)["seconds"] for line in speed)/60, 1))
     for seed in map(int, numbers):
         place = Path("runs/adapt")/name/f"adapted-own-{seed}"
         facts = json.loads((place/"steps/train-smollm2-135m/step.json").read_text(encoding="utf-8"))["facts"]
@@ -300,7 +304,7 @@ def again(name, way, *numbers):
         out, began = Path("runs/adapt")/f"{way}-{name}-{seed}", time.process_time()
         if way == "warmed":
             rows = [row for table in load_pairs(str(pairs)).values() for row in table]
-            made = decoder_step(Adapt(documents="-", out=str(out), seed=seed), warm(), rows, dev, out/"runs",
+            made = decoder_step(Adapt(documents="-", out=str(out), seed=seed), base, rows, dev, out/"runs",
                                 dict(steps=steps, seeds=1), {})
             model = out/made["model"]
         else:
@@ -317,7 +321,7 @@ def again(name, way, *numbers):
         ends = ("difference", "low", "high")
         row = dict(target=name, way=way, seed=seed, steps=steps, snapshots=made["snapshots"],
                    exam={label: round(100*sheet[label]["score"], 2) for label in
-                         ("minilm", "minilm tuned", "smollm2-135m tuned", way)}, cpu_minutes=round(took, 1),
+                         ("minilm", "minilm tuned", "smollm2-135m tuned", way)}, cpu_minutes=round(took, 1), **before,
                    **{f"on_{other}": {end: round(gain[end], 2) for end in ends}
                       for other, label in (("decoder", "smollm2-135m tuned"), ("minilm_tuned", "minilm tuned"))
                       for gain in [verdict(sheet, way, [label])]},
