@@ -57,8 +57,8 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
             anchor: Anchor,
             pairs: list,     # of (query, document), both `prompts.Tokens`, held out; at least 2
             identify: int = 32, # pairs whose anchors are told apart
-           ) -> dict:        # direction -> `Carried`
-    "Measure what anchors carry; ValueError for fewer than two pairs."
+           ) -> tuple:       # (direction -> `Carried`, [directions, pairs, 3] nats behind the own anchor, another's, none)
+    "Measure what anchors carry, over all pairs and of each; ValueError for fewer than two pairs."
     if len(pairs) < 2:
         raise ValueError(f"what anchors carry is measured against another pair's, and there are {len(pairs)} pairs; "
                          "give at least 2")
@@ -75,7 +75,8 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
     gaps = costs[1] - costs[0]
     margins = 1.96*gaps.std(1)/math.sqrt(len(pairs))
     values = torch.stack([*costs.mean(2), gaps.mean(1), margins, known.to(gaps)], 1)
-    return {name: Carried(*row, among=len(groups[0])) for name, row in zip(anchor.directions, values.tolist())}
+    measured = {name: Carried(*row, among=len(groups[0])) for name, row in zip(anchor.directions, values.tolist())}
+    return measured, costs.permute(1, 2, 0)
 
 # %% ../../nbs/losses/11_carry.ipynb #85b795f3
 NAMES = dict(q2d="a query's anchor tells about its document", d2q="a document's anchor tells about its query")

@@ -148,7 +148,7 @@ def resolve_model(name: str) -> str:  # short name, folder or hub id -> folder o
     "What `from_pretrained` takes for a model that a user named; the hub is not asked."
     if name and Path(name).expanduser().is_dir(): return str(Path(name).expanduser())
     if short := spellings().get(name.lower()):
-        build = short in BUILT_MODELS and not (short in MODELS and in_hub_cache(MODELS[short]))
+        build = short in BUILT_MODELS and not (short == "minilm" and in_hub_cache(MODELS[short])) # there it is the same
         return cached_model(short) if build else MODELS[short]
     if name.lower() == "bm25":
         raise ValueError("bm25 ranks by words and makes no vectors; it is a yardstick, always in the table of "
@@ -165,6 +165,7 @@ def is_here(name: str) -> bool: # as `resolve_model` takes it
     "Whether a model can be loaded without fetching or building anything."
     if name and Path(name).expanduser().is_dir(): return True
     if name in BUILT_MODELS and (cache_dir()/"models"/f"{name}-{BUILD}"/"config.json").is_file(): return True
+    if name in BUILT_MODELS and name != "minilm": return False
     try: return in_hub_cache(MODELS.get(name, name))
     except ValueError: return False # no name that a hub could know
 

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from ..core.distributed import of_first_rank
 from ..core.files import replace_folder
 from ..core.progress import progress
+from ..data.writers import write_lines
 from ..losses.carry import GROUP, carried, in_words, losses_behind
 from ..losses.objectives import to_device
 from ..runs.checkpoints import add_row
@@ -67,6 +68,11 @@ class Snapshots(TrainerCallback):
         replace_folder(part, final)
 
 # %% ../../nbs/training/05_callbacks.ipynb #bddce3ab
+def pair_rows(directions, costs: torch.Tensor) -> list: # as `carried` gives them
+    "A row for each held-out pair: what its texts cost behind the own anchor, another's and none, in nats."
+    return [{way: dict(zip(("own", "other", "none"), nats)) for way, nats in zip(directions, pair)}
+            for pair in costs.transpose(0, 1).tolist()]
+
 class Carrying(TrainerCallback):
     "Measure what anchors carry, on all ranks alike; end the run when that is enough."
     def __init__(self, trainer_of, pairs: list, every: int, until: float, fresh: bool): # fresh: not trained on
@@ -83,7 +89,7 @@ class Carrying(TrainerCallback):
         def run(batch, shifts):
             behind = lambda lm, batch, anchor: losses_behind(lm, batch, anchor, shifts)
             return model("anchor", to_device(batch, args.device), work=behind).cpu()
-        with torch.no_grad(): measured = of_first_rank(carried(run, anchor, self.pairs, identify=GROUP))
+        with torch.no_grad(): measured, costs = of_first_rank(carried(run, anchor, self.pairs, identify=GROUP))
         model.train()
         self.seconds += perf_counter() - began
         self.last = dict(step=state.global_step, pairs=len(self.pairs), trained_on=not self.fresh,
@@ -93,3 +99,5 @@ class Carrying(TrainerCallback):
         if not state.is_world_process_zero: return
         add_row(Path(args.output_dir)/"carried.jsonl", self.last)
         print(f"step {state.global_step}:", *in_words(measured), flush=True)
+        if state.global_step >= state.max_steps:
+            write_lines(Path(args.output_dir)/"carried-pairs.jsonl", pair_rows(measured, costs))

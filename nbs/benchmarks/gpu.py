@@ -375,7 +375,7 @@ class Part(NamedTuple):
 
 SMALL, BIG = "smollm2-135m", "random:llama-3.2-1b"
 STAGES = dict(a="parity", b="speed and memory", c="several GPUs", d="the experiment")
-LIMITS = dict(a=300, b=900, c=240, d=10**9)  # seconds of a stage; d: what is left
+LIMITS = dict(a=240, b=420, c=240, d=10**9)  # seconds of a stage; d: what is left
 PARITY = dict(corpus="wiki", pairs=8, max_length=192, pieces=512)
 DRY_PARITY = dict(model="tiny", corpus="toy", pairs=6, max_length=48, pieces=96)
 STEP = dict(corpora=["wiki"], max_length=512, micro_tokens=0, precision="auto", rounds=2, repeats=3, tolerance=2e-2)

@@ -240,7 +240,8 @@ def test_anchors_are_recognised_in_groups_of_one_size(count, among):
         losses[0] = 2.0 if len(group) == among else 0.0
         return losses
     anchor = SimpleNamespace(pack=lambda group: group, directions=("q2d",))
-    found = carried(run, anchor, list(range(count)))
+    found, costs = carried(run, anchor, list(range(count)))
+    assert costs.shape == (1, count, 3)
     assert (found["q2d"].identified, found["q2d"].among) == (0, among)
     assert f"for 0% of texts their own anchor is the best of {among} ({1/among:.0%} by chance)" in in_words(found)[0]
     old = {name: value for name, value in found["q2d"]._asdict().items() if name != "among"}

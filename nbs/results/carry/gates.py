@@ -148,7 +148,7 @@ def measure(folder, rows):
     texts = [model.formatter([row[side] for row in rows]) for side in ("query", "positive")]
     anchor = Anchor(eos_of(model), rules_of(model))
     behind = lambda batch, shifts: losses_behind(model.lm, to_device(batch, model.device), anchor, shifts)
-    found = carried(behind, anchor, list(zip(*texts)))
+    found, _ = carried(behind, anchor, list(zip(*texts)))
     queries, documents = [F.normalize(anchors_of(model, side[:64]).float(), dim=1) for side in texts]
     cosine = lambda rows: ((rows @ rows.T).sum().item() - len(rows))/(len(rows)*(len(rows) - 1))
     best = (queries @ documents.T).argmax(1).tolist()
