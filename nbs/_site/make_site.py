@@ -178,9 +178,9 @@ def as_page(notebook, page, pages):
 
 DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.md
 
-CARDS = [("tutorials/five_thousand", "Five thousand pairs, one hour", "From a CSV of yours to a search model in use."),
+CARDS = [("tutorials/documents", "Your documents, in an hour", "Tune search on your files, and see whether it got better."),
+         ("tutorials/five_thousand", "Five thousand pairs, one hour", "From a CSV of yours to a search model in use."),
          ("tutorials/quickstart", "What is an embedder?", "From a checkpoint to embeddings to training, in minutes."),
-         ("tutorials/documents", "Your documents, in an hour", "From a folder of files to an examined search."),
          ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
          ("losses/reconstruction", "The losses", "The equation, the idea, the code, the assertion."),
          ("paper/answer", "Does it help?", "The paper's claim asked again, with controls and seeds."),

@@ -290,19 +290,22 @@ def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
 def small_lm(rung, pairs):
     "A Llama of 5 M weights, first random, then trained on both texts of the pairs; its loss goes to small-lm.jsonl."
     from anchor_nb import Stage1, train
+    from anchor_nb.core.presets import read_preset
     from anchor_nb.models.resolve import random_llama
     texts = [row[side] for path in sorted(Path(pairs).glob("*.jsonl")) for row in rows_of(path)
              for side in ("query", "positive")]
     random, training = ROOT/rung/"random", ROOT/rung/"training"
     random_llama(random, texts, vocabulary=4096, hidden=256, mlp=688, layers=6, heads=4)
-    facts = train(Stage1(model=str(random), data=str(pairs), out=str(training), seed=1, objectives=dict(lm=1.0),
-                         alpha=0.5, steps=RUNGS[rung].get("lm_steps", 1000), global_batch=64, learning_rate=2e-3,
-                         warmup_steps=50, max_length=64, **COMMON | dict(schedule="cosine")))
+    settings = read_preset("small-lm", "stage1") | COMMON | dict(
+        model=str(random), data=str(pairs), out=str(training), seed=1, schedule="cosine",
+        steps=RUNGS[rung].get("lm_steps", 1000))
+    facts = train(Stage1(**settings))
     for row in rows_of(training/"metrics.jsonl"):
         if row["step"] % 50 == 0 or row["step"] == 1:
             keep("small-lm.jsonl", dict(rung=rung) | {name: round(row[name], 4) for name in (
                 "step", "loss", "loss_documents", "loss_queries", "tokens")})
-    print(facts["parameters"], "weights")
+    seconds = sum(row["seconds"] for row in rows_of(training/"speed.jsonl"))
+    keep("small-lm.jsonl", dict(rung=rung, weights=facts["parameters"], seconds=round(seconds, 1)))
     shutil.copytree(training/"model", RUNGS[rung]["model"])
 
 
