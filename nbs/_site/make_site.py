@@ -178,7 +178,7 @@ def as_page(notebook, page, pages):
 
 DRAWN = "def method_figure" # what home.html draws, drawn for readers of README.md
 
-CARDS = [("tutorials/documents", "Your documents, in an hour", "Tune search on your files, and see whether it got better."),
+CARDS = [("tutorials/documents", "Your documents, in an hour", "Tune search on your files; see if it got better."),
          ("tutorials/five_thousand", "Five thousand pairs, one hour", "From a CSV of yours to a search model in use."),
          ("tutorials/quickstart", "What is an embedder?", "From a checkpoint to embeddings to training, in minutes."),
          ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
