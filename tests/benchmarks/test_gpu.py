@@ -1,5 +1,6 @@
 "`make gpu` as a dry run in short: rows as they come, limits, what a failure leaves behind, and the page."
 import json
+import os
 import re
 import subprocess
 import sys
@@ -148,7 +149,10 @@ def test_goals_and_parts_name_each_other():
 
 def test_a_kit_joins_by_hash_and_says_which_piece_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_kit, "PIECE", 1024)
-    monkeypatch.setattr(gpu_kit, "tracked", lambda: [(Path(__file__), "tests/this.py")])
+    stub = tmp_path/"gpu.py"
+    stub.write_text("import os, sys\nprint(*sys.argv[1:], os.getcwd(), os.environ['HF_HUB_OFFLINE'])\n")
+    monkeypatch.setattr(gpu_kit, "tracked", lambda: [(Path(__file__), "tests/this.py"),
+                                                     (stub, "nbs/benchmarks/gpu.py")])
     def fetched(names, folder):
         for tags in ("py3-none-any", "cp27-cp27m-win32"):
             with zipfile.ZipFile(folder/f"{names[0]}-1.0-{tags}.whl", "w") as wheel: wheel.writestr(f"{tags}.py", "")
@@ -163,6 +167,12 @@ def test_a_kit_joins_by_hash_and_says_which_piece_is_damaged(tmp_path, monkeypat
     assert [file.name for file in (tmp_path/"work/site-packages").iterdir()] == ["py3-none-any.py"]
     start = (tmp_path/"kit"/"start.sh").read_text()
     assert "$work/site-packages" in start and not {"pip", "curl", "wget", "conda"} & set(re.split(r"\W+", start))
+    ran = subprocess.run(["sh", str(tmp_path/"kit"/"start.sh"), "--device", "cpu"], text=True, capture_output=True,
+                         env=os.environ | dict(PYTHON=sys.executable, WORK=str(tmp_path/"elsewhere")), check=True)
+    assert ran.stdout.splitlines()[-1].split() == ["--device", "cpu", str(tmp_path/"elsewhere"/"source"), "1"]
+    refused = subprocess.run(["sh", str(tmp_path/"kit"/"start.sh")], text=True, capture_output=True,
+                             env=os.environ | dict(PYTHON="false"))
+    assert refused.returncode == 1 and "false is not Python 3.11 or later" in refused.stderr
     piece, = list((tmp_path/"kit").glob("source-000"))
     piece.write_bytes(b"x" + piece.read_bytes()[1:])
     (tmp_path/"work/done.json").unlink()
