@@ -57,7 +57,7 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
             anchor: Anchor,
             pairs: list,     # of (query, document), both `prompts.Tokens`, held out; at least 2
             identify: int = 32, # pairs whose anchors are told apart
-           ) -> tuple:       # (direction -> `Carried`, [directions, pairs, 3] nats behind the own anchor, another's, none)
+           ) -> tuple:       # (direction -> `Carried`, [directions, pairs, 3] nats: own anchor, another's, none)
     "Measure what anchors carry, over all pairs and of each; ValueError for fewer than two pairs."
     if len(pairs) < 2:
         raise ValueError(f"what anchors carry is measured against another pair's, and there are {len(pairs)} pairs; "
