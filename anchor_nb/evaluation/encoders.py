@@ -104,9 +104,10 @@ OPTIONS = ("model", "library", "pooling", "template", "truncate_dim", *OURS)
 YARDSTICKS = {"bm25": "BM25", "minilm": "all-MiniLM-L6-v2"} # label -> the name a reader knows
 
 def short_name(source: str) -> str: # of a model
-    "A short name for all its spellings, hub ids included; anything else as it is."
+    "A short name for all its spellings, hub ids of the same weights included; anything else as it is."
     if Path(source).expanduser().is_dir(): return source
-    return ({hub.lower(): short for short, hub in MODELS.items()} | spellings()).get(source.lower(), source)
+    same = {hub.lower(): short for short, hub in MODELS.items() if short != "smollm2-135m"} # the package's are others
+    return (same | spellings()).get(source.lower(), source)
 
 def yardstick_of(candidate: Candidate) -> str: # its label; empty: none
     "The yardstick that a candidate is, whatever it is called."

@@ -91,7 +91,8 @@ def foundation(model: str) -> dict: # name: to show; hub: its id, or ""; license
     if hub := MODELS.get(model) or (model if is_hub_id(model) else ""):
         cached = try_to_load_from_cache(hub, "README.md") # a path, None, or a mark for "known not to exist"
         facts = card_facts(Path(cached)) if isinstance(cached, str) else {}
-        return dict(name=hub, hub=hub, license=LICENCES.get(hub) or facts.get("license", ""))
+        weights = ", restored from 4-bit weights" if model == "smollm2-135m" else ""
+        return dict(name=hub + weights, hub=hub, license=LICENCES.get(hub) or facts.get("license", ""))
     if (tuned := json_or_empty(Path(model)/"training.json").get("model")) and tuned != model:
         return foundation(tuned) # an encoder that `training.encoders` wrote
     facts = card_facts(Path(model)/"README.md") or json_or_empty(Path(model)/"source.json")

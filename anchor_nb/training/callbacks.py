@@ -68,10 +68,11 @@ class Snapshots(TrainerCallback):
         replace_folder(part, final)
 
 # %% ../../nbs/training/05_callbacks.ipynb #bddce3ab
-def pair_rows(directions, costs: torch.Tensor) -> list: # as `carried` gives them
+def pair_rows(step: int, directions, costs: torch.Tensor) -> list: # as `carried` gives them
     "A row for each held-out pair: what its texts cost behind the own anchor, another's and none, in nats."
-    return [{way: dict(zip(("own", "other", "none"), nats)) for way, nats in zip(directions, pair)}
-            for pair in costs.transpose(0, 1).tolist()]
+    return [dict(step=step, pair=number, **{way: dict(zip(("own", "other", "none"), nats))
+                                            for way, nats in zip(directions, pair)})
+            for number, pair in enumerate(costs.transpose(0, 1).tolist())]
 
 class Carrying(TrainerCallback):
     "Measure what anchors carry, on all ranks alike; end the run when that is enough."
@@ -100,4 +101,4 @@ class Carrying(TrainerCallback):
         add_row(Path(args.output_dir)/"carried.jsonl", self.last)
         print(f"step {state.global_step}:", *in_words(measured), flush=True)
         if state.global_step >= state.max_steps:
-            write_lines(Path(args.output_dir)/"carried-pairs.jsonl", pair_rows(measured, costs))
+            write_lines(Path(args.output_dir)/"carried-pairs.jsonl", pair_rows(state.global_step, measured, costs))

@@ -296,16 +296,15 @@ def small_lm(rung, pairs):
              for side in ("query", "positive")]
     random, training = ROOT/rung/"random", ROOT/rung/"training"
     random_llama(random, texts, vocabulary=4096, hidden=256, mlp=688, layers=6, heads=4)
-    settings = read_preset("small-lm", "stage1") | COMMON | dict(
-        model=str(random), data=str(pairs), out=str(training), seed=1, schedule="cosine",
-        steps=RUNGS[rung].get("lm_steps", 1000))
+    settings = COMMON | read_preset("small-lm", "stage1") | dict(
+        model=str(random), data=str(pairs), out=str(training), seed=1, steps=RUNGS[rung].get("lm_steps", 1000))
     facts = train(Stage1(**settings))
     for row in rows_of(training/"metrics.jsonl"):
         if row["step"] % 50 == 0 or row["step"] == 1:
             keep("small-lm.jsonl", dict(rung=rung) | {name: round(row[name], 4) for name in (
                 "step", "loss", "loss_documents", "loss_queries", "tokens")})
     seconds = sum(row["seconds"] for row in rows_of(training/"speed.jsonl"))
-    keep("small-lm.jsonl", dict(rung=rung, weights=facts["parameters"], seconds=round(seconds, 1)))
+    keep("small-lm.jsonl", dict(rung=rung, weights=facts["parameters"], seconds=round(seconds, 1), **made()))
     shutil.copytree(training/"model", RUNGS[rung]["model"])
 
 

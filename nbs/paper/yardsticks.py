@@ -32,7 +32,8 @@ def untuned(rung):
     for row in again.rows_of(f"{exam}-scores/ledger.jsonl"):
         if row["metric"] == "ndcg_at_10":
             again.keep("again-yardsticks.jsonl", dict(data=name, model=row["label"], queries=len(asked),
-                                                      ndcg_at_10=round(100*row["value"], 3), documents=len(documents)))
+                                                      ndcg_at_10=round(100*row["value"], 3), documents=len(documents),
+                                                      **again.made()))
 
 
 def tuned(rung, seeds=again.SEEDS):
