@@ -418,7 +418,7 @@ def test_two_models_of_one_name():
 
 
 def test_a_model_of_several_names_is_trained_once():
-    names = "all-MiniLM-L6-v2, minilm,SmolLM2-135M-Instruct,smollm2-135m"
+    names = "all-MiniLM-L6-v2, minilm,smollm2-135m,SmolLM2-135M-Instruct"
     assert module.bases_of(Adapt(documents="x", base=names))[0] == ["minilm", "smollm2-135m"]
 
 
