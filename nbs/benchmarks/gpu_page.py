@@ -150,7 +150,7 @@ def verdict(goal: Goal, rows: list) -> tuple:  # (measured as text, met, not rea
     found = cases(rows, goal.part)
     value = goal.value(found, rows)
     by_loss = goal.value is all_hold and any(row.get("why", "").startswith("judged by its loss") for row in found)
-    where = ", bf16 gradients of stage I left out" if by_loss else ""
+    where = ", some cases by their loss alone" if by_loss else ""
     status = last_runs(rows).get(goal.part, {}).get("status", "not run")
     if value is None and goal.also:
         value = goal.value(cases(rows, goal.also), rows)

@@ -122,6 +122,9 @@ def test_goals_are_judged_from_rows_and_nothing_unmeasured_is_met():
     assert found["stage I, 1B:stage1 1b"][1] == "met"
     assert found["encode, 135M:encode 135m"] == ("1.20", "not reached")
     assert found["parity 1b:parity 1b"] == ("50%", "not reached") and found["memory:stage1 1b"] == ("4%", "met")
+    loss_alone = measured("parity 135m", dict(case="a", holds=True, why="judged by its loss; rounding ..."))
+    assert verdict(next(goal for goal in GOALS if goal.part == "parity 135m"), loss_alone) == (
+        "100%", "met, some cases by their loss alone")
     page = as_page(rows, gpu.PARTS, gpu.STAGES)
     assert "## NVIDIA H100" in page and "goals, 3 met, 2 not reached" in page
     assert "**Not run yet**" in as_page([], gpu.PARTS, gpu.STAGES)

@@ -212,6 +212,8 @@ def test_hello_draws_its_picture_in_three_minutes(tmp_path):
 def test_the_first_link_is_the_first_hour_and_the_first_command_the_first_look():
     links = re.findall(r"(?<!!)\[[^]]*\]\(([^)]+)\)", README)
     assert links[0] == "nbs/tutorials/documents.ipynb"
+    here = [link.partition("#")[0] for link in links if not link.startswith("http")]
+    assert all((ROOT/link).is_file() for link in here), "as GitHub shows it"
     assert README.index("anchor-nb hello") < README.index("```python")
     *_, took = read_rows(NBS/"benchmarks/results/hello.jsonl")
     assert f"{took['cpu_seconds']:.0f} seconds of one CPU core" in README and took["threads"] == 1
