@@ -37,15 +37,29 @@ def ahead(function, items): # -> a generator
         yield from (last.result() for last in coming)
 
 # %% ../../nbs/models/08_interface.ipynb #61380c95
+def to_host(found: torch.Tensor): # -> a function that waits for the copy and returns an array
+    "Start copying to the CPU; a GPU goes on with what is queued after it."
+    if not found.is_cuda: return found.cpu().numpy
+    copy, copied = found.to("cpu", non_blocking=True), torch.cuda.Event() # into pinned memory
+    copied.record()
+    def waited():
+        copied.synchronize()
+        return copy.numpy()
+    return waited
+
 @torch.inference_mode()
 def encode_texts(embedder, texts: list, # strings
             before,                                # their prompt or instruction: one for all, or a list
             size: int, normalize: bool,            # see `encode`
             batch_size: int | None = None, show_progress_bar: bool = False,
            ) -> np.ndarray:                        # [texts, size] fp32
-    "The vectors of already checked texts."
+    "The vectors of already checked texts; a chunk's are copied from the GPU while it computes the next."
     vectors, parts, formatter = np.empty((len(texts), size), np.float32), list(growing(len(texts))), embedder.formatter
     write = lambda part: formatter(texts[part], before if isinstance(before, str) else before[part])
+    held = [] # of chunks whose vectors are on their way
+    def keep():
+        rows, copied = held.pop(0)
+        vectors[rows] = copied()
     with closing(ahead(write, parts)) as prepared, progress(total=len(texts), desc="encode", unit="text",
                                                             disable=not show_progress_bar) as bar:
         for part, tokens in zip(parts, prepared):
@@ -55,7 +69,9 @@ def encode_texts(embedder, texts: list, # strings
             for piece in pieces:
                 done.append(embedder._of_tokens([tokens[n] for n in piece], size, normalize))
                 bar.update(len(piece))
-            vectors[part.start + np.concatenate(pieces)] = torch.cat(done).cpu().numpy()
+            held.append((part.start + np.concatenate(pieces), to_host(torch.cat(done))))
+            if len(held) > 1: keep()
+    while held: keep()
     return vectors
 
 # %% ../../nbs/models/08_interface.ipynb #d0f898b3

@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,50 +83,52 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
 
 
 def attention_alone(attention: str, dtype, packed, heads: tuple, reach: str, sink: float) -> list:
-    """Output and three gradients of one call on random states, [1, heads, tokens, 64].
+    """Output and three gradients of one call on random states, [1, heads, tokens, size].
 
-    reach: causal, both ways or last token, the queries of each text's last token alone. sink: added to the first key of
-    each text along a direction that all queries share: nearly all attention rests there, as in a language model.
+    heads: of queries, of keys, and their size. reach: causal, both ways or last token, the queries of each text's last
+    token alone. sink: added to the first key of each text along a direction that all queries share: nearly all
+    attention rests there, as in a language model.
     """
     from types import SimpleNamespace
     import torch
     from anchor_nb.models.attention import packed_sdpa, packed_varlen
     from anchor_nb.models.last_layer import attend_from_last
     from anchor_nb.models.packing import slots
-    device, tokens, (of_query, of_key) = packed.ids.device, len(packed.ids), heads
+    device, tokens, (of_query, of_key, size), scaling = packed.ids.device, len(packed.ids), heads, heads[2]**-0.5
     generator = torch.Generator(device).manual_seed(1)
-    query, key, value, towards = [torch.randn(1, count, tokens, 64, device=device, generator=generator)
+    query, key, value, towards = [torch.randn(1, count, tokens, size, device=device, generator=generator)
                                   for count in (of_query, of_key, of_key, of_query)]
     query[..., 0] += sink
     key[:, :, packed.starts[:-1].long(), 0] += sink
     inputs = [states.to(dtype).requires_grad_() for states in (query, key, value)]
     if reach == "last token":
-        output = attend_from_last(inputs[0][:, :, packed.last], *inputs[1:], packed, 1/8,
-                                  kernel=attention == "packed_varlen").unflatten(1, (of_query, 64))[None]
+        output = attend_from_last(inputs[0][:, :, packed.last], *inputs[1:], packed, scaling,
+                                  kernel=attention == "packed_varlen").unflatten(1, (of_query, size))[None]
         towards = towards[:, :, packed.last]
     else:
         layer = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention), is_causal=reach == "causal")
         layer.config.is_causal = layer.is_causal
         call = dict(packed_sdpa=packed_sdpa, packed_varlen=packed_varlen)[attention]
-        output, _ = call(layer, *inputs, packed=packed, where=slots(packed), scaling=1/8)
+        output, _ = call(layer, *inputs, packed=packed, where=slots(packed), scaling=scaling)
     (output.float()*towards.transpose(1, 2)).sum().backward()
     return [found.detach().double() for found in (output, *(states.grad for states in inputs))]
 
 
-def kernel_way(lengths: list, heads: list, tolerance: float) -> list:  # heads: of (queries, keys); -> of rows
+def kernel_way(lengths: list, heads: list, tolerance: float) -> list:  # heads: of (queries, keys, size); -> of rows
     "Each attention alone, forward and backward, in bf16 beside fp32; at most `tolerance` or twice packed_sdpa's error."
     import torch
     from anchor_nb.models.attention import on_gpu, usable_attention
     from anchor_nb.models.packing import pack
     packed, rows = pack([[1]*n for n in lengths]).to("cuda" if on_gpu() else "cpu"), []
-    for (of_query, of_key), reach, sink in product(heads, ("causal", "both ways", "last token"), (0.0, 9.0)):
-        alone = lambda attention, dtype: attention_alone(attention, dtype, packed, (of_query, of_key), reach, sink)
+    for sizes, reach, sink in product(heads, ("causal", "both ways", "last token"), (0.0, 9.0)):
+        alone = lambda attention, dtype: attention_alone(attention, dtype, packed, sizes, reach, sink)
         wanted, limit = alone("packed_sdpa", torch.float32), tolerance
         for attention in sorted({"packed_sdpa", "packed_varlen"} & set(usable_attention("bf16"))):
             errors = [float((a - b).norm()/b.norm()) for a, b in zip(alone(attention, torch.bfloat16), wanted)]
             if attention == "packed_sdpa": limit = max(tolerance, 2*max(errors))
-            rows.append(dict(case=f"{attention}, {of_query} and {of_key} heads, {reach}" + ", with a sink"*bool(sink),
-                             vector_error=errors[0], gradient_error=max(errors[1:]), tolerances=limit,
+            of_query, of_key, size = sizes
+            name = f"{attention}, {of_query} and {of_key} heads of {size}, {reach}" + ", with a sink"*bool(sink)
+            rows.append(dict(case=name, vector_error=errors[0], gradient_error=max(errors[1:]), tolerances=limit,
                              holds=max(errors) <= limit))
     return rows
 
@@ -197,7 +200,7 @@ def kill_later(metrics: Path, rows: int):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def trained(stage: str, processes: int = 1, kill_after: int = 0, **settings) -> dict:
+def trained(stage: str, processes: int = 1, kill_after: int = 0, hashed: bool = False, **settings) -> dict:
     "Train, in a process of its own: the loss of each step, seconds, tokens, and what identifies the weights."
     from anchor_nb.data.tables import content_hash
     from anchor_nb.runs.launch import launch
@@ -209,7 +212,7 @@ def trained(stage: str, processes: int = 1, kill_after: int = 0, **settings) -> 
     speed = read_rows(out/"speed.jsonl")
     return dict(losses=[row["loss"] for row in read_rows(out/"metrics.jsonl")],
                 seconds=[row["seconds"] for row in speed], tokens=[row["tokens"] for row in speed],
-                weights=content_hash(str(out/"model"/"model.safetensors")))
+                weights=content_hash(str(out/"model"/"model.safetensors")) if hashed else "")
 
 
 def training(corpus: str, out: str, model: str, **settings) -> dict:
@@ -228,7 +231,7 @@ def resume_rows(corpus: str, steps: int, kill_after: int, tolerance: float, **se
     "A run that is killed and resumed beside one that is left alone."
     with tempfile.TemporaryDirectory() as work:
         how = lambda name: dict(training(corpus, f"{work}/{name}", **settings), steps=steps, save_steps=2)
-        whole = isolated("gpu:trained", stage="stage1", **how("whole"))
+        whole = isolated("gpu:trained", stage="stage1", hashed=True, **how("whole"))
         try: isolated("gpu:trained", stage="stage1", kill_after=kill_after, **how("killed"))
         except OutOfTime:
             raise
@@ -237,7 +240,7 @@ def resume_rows(corpus: str, steps: int, kill_after: int, tolerance: float, **se
                 raise RuntimeError(f"the run left no checkpoint: {error}") from None
         else:
             raise RuntimeError("the run ended before it could be killed; give it more steps")
-        again = isolated("gpu:trained", stage="stage1", **how("killed"))
+        again = isolated("gpu:trained", stage="stage1", hashed=True, **how("killed"))
     error = largest_error(again["losses"], whole["losses"])
     yield dict(case="killed and resumed", loss_error=error, same_bits=again["weights"] == whole["weights"],
                tolerances=tolerance, holds=error <= tolerance)
@@ -278,11 +281,14 @@ def encode_speed_rows(model: str, corpora: list, mixes: list, texts: int, max_le
     from bench import bench_model
     from workloads import formatter_of, text_mix
     isolated("workloads:bench_model", model=model)
-    formatter, shape = formatter_of(bench_model(model), max_length), find_shape(bench_model(model))
+    formatter, shape, known = formatter_of(bench_model(model), max_length), find_shape(bench_model(model)), {}
     settings |= dict(corpora=corpora, mixes=mixes, texts=texts, max_length=max_length)
+    names = settings.pop("names", (OURS, PEER, "padded loop"))
+    settings["names"] = [name for name in names if find_spec(ST) or not name.startswith(PEER)]
     for row in bench_rows("encode", model, **settings):
         mix = row["case"].partition(",")[0]
-        lengths = [len(text.ids) for text in formatter(text_mix(mix, corpora, texts, formatter))]
+        if mix not in known: known[mix] = [len(t.ids) for t in formatter(text_mix(mix, corpora, texts, formatter))]
+        lengths = known[mix]
         row |= dict(flops_least=sum(forward_flops(shape, lengths, only_last=True).values()))
         tokens = min(settings["micro_tokens"] or (16384 if on_gpu() else 1024), sum(lengths))  # as the embedder has it
         expected = memory(shape, Setup("encode", "pure_bf16" if on_gpu() else "fp32"), tokens)
@@ -331,6 +337,7 @@ def scaling_rows(corpus: str, counts: list, **settings):
         for count in counts:
             found = isolated("gpu:trained", stage="stage1", processes=count,
                              **training(corpus, f"{work}/{count}", **settings))
+            shutil.rmtree(f"{work}/{count}")  # 5 GB a count
             yield dict(case=f"{count} ranks", ranks=count,
                        tokens_per_second=sum(found["tokens"][1:])/sum(found["seconds"][1:]))
 
@@ -375,16 +382,17 @@ class Part(NamedTuple):
 
 SMALL, BIG = "smollm2-135m", "random:llama-3.2-1b"
 STAGES = dict(a="parity", b="speed and memory", c="several GPUs", d="the experiment")
-LIMITS = dict(a=240, b=420, c=240, d=10**9)  # seconds of a stage; d: what is left
+LIMITS = dict(a=240, b=420, c=480, d=10**9)  # seconds of a stage; d: what is left
 PARITY = dict(corpus="wiki", pairs=8, max_length=192, pieces=512)
 DRY_PARITY = dict(model="tiny", corpus="toy", pairs=6, max_length=48, pieces=96)
 STEP = dict(corpora=["wiki"], max_length=512, micro_tokens=0, precision="auto", rounds=2, repeats=3, tolerance=2e-2)
 DRY_STEP = dict(model="tiny", corpora=["toy"], batches=[6], max_length=48, micro_tokens=256, rounds=1, repeats=1,
                 precision="fp32")
-SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2)
-DRY_SECOND = dict(DRY_STEP, learning_rate=1e-2, mini_batch=4)
+SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2,
+              same=["first_loss"])  # later steps of two runs in bf16 start from other weights
+DRY_SECOND = dict(DRY_STEP, learning_rate=1e-2, mini_batch=4, same=["losses", "gradient_norms"])
 TEXTS = dict(corpora=["wiki"], mixes=["short", "mixed", "long"], texts=4096, max_length=512, micro_tokens=0, batch=128,
-             precision="auto", rounds=2, repeats=2, tolerance=5e-2)  # two bf16 forms were 3.3e-2 apart on an H200
+             precision="auto", rounds=2, repeats=2, cosine=0.95)
 DRY_TEXTS = dict(model="tiny", corpora=["toy"], mixes=["mixed"], texts=24, max_length=48, batch=8, rounds=1, repeats=1)
 RANKS = dict(corpus="wiki", model=SMALL, steps=4, global_batch=16, max_length=192, precision="fp32", tolerance=1e-3,
              stages=("stage1", "stage2"), shardings=("ddp", "fsdp2"))
@@ -392,27 +400,30 @@ DRY_RANKS = dict(corpus="toy", model="tiny", steps=2, global_batch=4, max_length
 BIG_ALONE = dict(STEP, model=BIG, ways=(OURS,), rounds=1)
 
 PARTS = [
-    Part("a", "kernels", kernel_rows, 30, dict(lengths=[7, 33, 64, 1, 120, 15], heads=[[9, 3], [32, 8], [4, 4]],
-                                               tolerance=1e-2), dict(heads=[[4, 2]])),
+    Part("a", "kernels", kernel_rows, 30, dict(
+        lengths=[7, 33, 64, 1, 120, 15], heads=[[9, 3, 64], [32, 8, 64], [24, 8, 128]], tolerance=1e-2),
+        dict(heads=[[4, 2, 64]])),
     Part("a", "parity random 135m", parity_rows, 60, dict(PARITY, model="random:smollm2-135m"), DRY_PARITY),
     Part("a", "parity 135m", parity_rows, 90, dict(PARITY, model=SMALL, carry=0.07), DRY_PARITY), # an embedding's norm
     Part("a", "encode and export 135m", encode_rows, 40, dict(
         model=SMALL, corpus="wiki", texts=128, max_length=192, tolerances=dict(fp32=1e-4, bf16=2e-2)),
         dict(model="tiny", corpus="toy", texts=16, max_length=48)),
-    Part("a", "kill and resume", resume_rows, 60, dict(
+    Part("a", "kill and resume", resume_rows, 90, dict(
         corpus="wiki", model=SMALL, steps=8, kill_after=4, global_batch=16, max_length=128, precision="fp32",
+        carry_pairs=0, workers=0,
         tolerance=1e-3),  # in fp32, since a gradient in bf16 turns with the order of sums, which a GPU leaves open
         dict(corpus="toy", model="tiny", global_batch=4, max_length=48, micro_tokens=256, workers=0, tolerance=0.0)),
-    Part("a", "parity 1b", parity_rows, 120, dict(PARITY, model=BIG), dict(DRY_PARITY, stages=("stage2",))),
+    Part("a", "parity 1b", parity_rows, 180, dict(PARITY, model=BIG), dict(DRY_PARITY, stages=("stage2",))),
     Part("b", "matrix rate", rate_rows, 30, {}, {}),
+    Part("b", "plans 3b and 8b", plan_rows, 10, dict(shapes=["llama-3.2-3b", "llama-3.1-8b"], tokens=16384), {}),
     Part("b", "stage1 1b", bench_rows, 120, dict(BIG_ALONE, bench="stage1", batches=[256]), DRY_STEP),
     Part("b", "stage1 135m", bench_rows, 120, dict(  # same: rounding alone turns the gradient of this model in bf16
-        STEP, bench="stage1", model=SMALL, batches=[128], same=["loss"]), DRY_STEP),
+        STEP, bench="stage1", model=SMALL, batches=[64], same=["loss"]), DRY_STEP),
     Part("b", "stage2 135m", bench_rows, 180, dict(SECOND, bench="stage2", model=SMALL, batches=[128]), DRY_SECOND,
          (ST, "datasets")),
-    Part("b", "encode 135m", encode_speed_rows, 120, dict(TEXTS, model=SMALL), DRY_TEXTS, (ST,)),
+    Part("b", "encode 135m", encode_speed_rows, 120, dict(TEXTS, model=SMALL), DRY_TEXTS),
     Part("b", "encode 1b", encode_speed_rows, 120, dict(TEXTS, model=BIG, mixes=["mixed"], texts=1024),
-         DRY_TEXTS, (ST,)),
+         DRY_TEXTS),
     Part("b", "stage2 1b", bench_rows, 60, dict(SECOND, bench="stage2", model=BIG, batches=[64], ways=(OURS,),
                                                 rounds=1), DRY_SECOND),
     Part("b", "micro-batches 1b", swept_rows, 150, dict(
@@ -425,14 +436,13 @@ PARTS = [
     Part("b", "encode 135m fp16", encode_speed_rows, 60, dict(
         TEXTS, model=SMALL, mixes=["mixed"], names=(OURS, f"{PEER} fp16")),
         dict(DRY_TEXTS, names=(OURS, f"{PEER} fp16")), (ST,)),  # by itself: vectors in fp16 may overflow
-    Part("b", "plans 3b and 8b", plan_rows, 10, dict(shapes=["llama-3.2-3b", "llama-3.1-8b"], tokens=16384), {}),
     Part("b", "encode 3b", encode_speed_rows, 90, dict(TEXTS, model="random:llama-3.2-3b", mixes=["mixed"], texts=1024,
                                                        names=(OURS,), rounds=1), dict(DRY_TEXTS, names=(OURS,))),
     Part("b", "encode 8b", encode_speed_rows, 150, dict(TEXTS, model="random:llama-3.1-8b", mixes=["mixed"], texts=512,
                                                         names=(OURS,), rounds=1), dict(DRY_TEXTS, names=(OURS,))),
-    Part("c", "two ranks equal one", ranks_rows, 120, RANKS, DRY_RANKS, gpus=2),
-    Part("c", "scaling", scaling_rows, 120, dict(
-        corpus="wiki", model=BIG, steps=5, global_batch=256, max_length=512, counts=[1, 2, 4, 8]),
+    Part("c", "two ranks equal one", ranks_rows, 240, RANKS, DRY_RANKS, gpus=2),
+    Part("c", "scaling", scaling_rows, 240, dict(
+        corpus="wiki", model=BIG, steps=5, global_batch=512, max_length=512, counts=[1, 2, 4, 8], carry_pairs=0),
         dict(DRY_RANKS, steps=3, counts=[1, 2]), gpus=2),
     Part("d", "experiment", experiment_rows, 10**9,
          dict(command=["all", "gpu-long", "--jobs", "0", "--arms", "ASWB"]),
@@ -463,7 +473,9 @@ def code() -> dict:
 def settings_of(part: Part, dry: bool, gpus: int) -> dict:
     "What a part is called with."
     settings = part.settings | part.dry if dry else dict(part.settings)
-    if "counts" in settings and not dry: settings["counts"] = [n for n in settings["counts"] if n <= gpus]
+    if "counts" in settings and not dry:  # one and all of them first, which the goal compares
+        counts = {n for n in settings["counts"] if n < gpus} | {gpus}
+        settings["counts"] = sorted(counts, key=lambda n: (1 < n < gpus, n))
     return settings
 
 
@@ -497,7 +509,8 @@ def run(parts: list, rows: Path, dry: bool, minutes: float, say=print):
     known = last_runs(of_machine(read_rows(rows), facts["device"])) if rows.is_file() else {}
     for stage, title in STAGES.items():
         stage_ends = min(ends, time.monotonic() + (10**9 if dry else LIMITS[stage]))
-        for part in [part for part in parts if part.stage == stage]:
+        had_its_turn = lambda part: known.get(part.name, {}).get("status") in ("failed", "out of time")
+        for part in sorted([part for part in parts if part.stage == stage], key=had_its_turn):
             settings = settings_of(part, dry, facts["count"])
             told = json.loads(json.dumps(settings))  # as a row has it
             before = known.get(part.name, {})
@@ -530,7 +543,7 @@ def main(words: list | None = None):
     asked = parser.parse_args(words)
     dry = asked.device == "cpu"
     if dry: os.environ |= dict(ACCELERATE_USE_CPU="1", CUDA_VISIBLE_DEVICES="")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if dry: os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a GPU waits for its tokens
     rows = asked.rows or (ROOT/"runs"/"gpu"/"dry.jsonl" if dry else ROWS)
     only = [name.strip() for name in asked.parts.split(",") if name.strip()] or [part.name for part in PARTS]
     if unknown := set(only) - {part.name for part in PARTS}:

@@ -46,7 +46,7 @@ def text_mix(mix: str, corpora: list, count: int, formatter: Formatter) -> list:
     """Texts with a certain distribution of lengths, the same every time.
 
     short: queries. uniform: documents cut to one number of tokens, where packing gains nothing. mixed: queries and
-    documents, as a retrieval evaluation meets them. long: documents joined until they reach the limit.
+    documents, as a retrieval evaluation meets them. long: documents joined until they pass the limit.
     """
     rows = [row for name in corpora for row in corpus_rows(name, -(-count//len(corpora)))]
     random.Random(0).shuffle(rows)
@@ -57,7 +57,8 @@ def text_mix(mix: str, corpora: list, count: int, formatter: Formatter) -> list:
     if mix == "mixed": return [documents[k] if k % 2 else queries[k] for k in range(count)]
     if mix == "uniform": return same_length(documents, count, formatter, most//2)
     if mix == "long":
-        return [" ".join(documents[(k + j) % len(documents)] for j in range(most//40 + 1)) for k in range(count)]
+        joined = [[documents[(k + j) % len(documents)] for j in range(most//40 + 1)] for k in range(count)]
+        return [" ".join(texts)[:8*most] for texts in joined]
     raise ValueError(f"no mix {mix!r}; there are short, uniform, mixed, long")
 
 

@@ -13,6 +13,7 @@ Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/
 """
 import argparse
 import json
+import os
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -203,16 +204,41 @@ def side_by_side(work, todo, jobs):
 
     An error in one leaves the rest alone; a process that is killed takes those with it that have not ended.
     """
-    jobs, failed = jobs or fitting(), 0
+    cards, context, failed = visible(), get_context("spawn"), 0
+    jobs = jobs or fitting()*max(1, len(cards))
     if jobs == 1:
         for one in todo: work(*one)
         return 0
-    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+    turns = context.SimpleQueue()
+    for k in range(jobs): turns.put(cards[k % len(cards)] if cards else "")
+    if len(cards) > 1: work = partial(on_its_card, work)
+    with ProcessPoolExecutor(jobs, context, take_turns, (turns,), max_tasks_per_child=1) as pool:
         done = [(one, pool.submit(work, *one)) for one in todo]
         for one, result in done:
             if error := result.exception(): print(*one, f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed += error is not None
     return failed
+
+
+def visible():
+    "The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."
+    import torch
+    if not torch.cuda.is_available(): return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(k) for k in range(torch.cuda.device_count())]
+
+
+def take_turns(turns):
+    "In each process: the queue of GPUs that have room for one more run."
+    global TURNS
+    TURNS = turns
+
+
+def on_its_card(work, *one):
+    "`work` on a GPU that has room; CUDA has not begun in this process."
+    os.environ["CUDA_VISIBLE_DEVICES"] = card = TURNS.get()
+    try: work(*one)
+    finally: TURNS.put(card)
 
 
 def fitting():

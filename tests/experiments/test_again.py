@@ -1,6 +1,9 @@
 """The analysis of nbs/paper/again.py beside naive references, and its runs end to end on a random model."""
 import json
+import os
 import sys
+import time
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -69,6 +72,21 @@ def test_ndcg_of_one_document_a_query():
     documents = ["0", "1 first", "1 second", "1 third"]
     found = again.ndcg(Model, [("0", 0), ("1", 3), ("1", 1)], documents)
     assert found == pytest.approx([100, 100, 100/np.log2(4)])
+
+
+def seen(folder, name):
+    card = os.environ["CUDA_VISIBLE_DEVICES"]
+    (folder/name).write_text(card)
+    other = {"4": "7", "7": "4"}[card]
+    until = time.monotonic() + 60  # both cards are at work at the same time
+    while not any(path.read_text() == other for path in folder.iterdir()) and time.monotonic() < until: time.sleep(0.01)
+
+
+def test_runs_share_all_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(again, "visible", lambda: ["4", "7"])
+    assert again.side_by_side(partial(seen, tmp_path), [("a",), ("b",), ("c",)], 2) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"4", "7"}
 
 
 def test_the_plan_runs_from_one_command_and_a_second_time_does_nothing(tmp_path):

@@ -155,6 +155,19 @@ def test_code_outside_a_checkout_is_known_by_its_version(tmp_path, monkeypatch):
     assert provenance.code_version() == dict(version=provenance.__version__)
 
 
+def test_rows_that_a_benchmark_appends_are_no_changed_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "package_folder", lambda: tmp_path/"package")
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for name in ("package/__init__.py", "results/rows.jsonl"):
+        (tmp_path/name).parent.mkdir()
+        (tmp_path/name).write_text("1\n")
+    for words in ("init -q", "add .", "commit -q -m first"): subprocess.run([*git, *words.split()], check=True)
+    (tmp_path/"results/rows.jsonl").write_text("1\n2\n")
+    assert not provenance.code_version()["dirty"]
+    (tmp_path/"package/__init__.py").write_text("2\n")
+    assert provenance.code_version()["dirty"]
+
+
 def test_data_that_changed_is_noticed(tmp_path):
     data = tmp_path/"pairs.jsonl"
     data.write_text('{"query": "a"}\n')
