@@ -4,7 +4,7 @@
     python nbs/paper/again.py tune village          # rate and temperature of stage II, each arm alike
     python nbs/paper/again.py run village           # 0.1 M weights
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
-    python nbs/paper/again.py all descriptions      # the same on descriptions of packages
+    python nbs/paper/again.py all descriptions-long # on package descriptions; the first half is `descriptions`
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
     python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit one GPU
     python nbs/paper/again.py all gpu-long --jobs 0 # stage II twice as long, as the plan asks where it was too short
@@ -73,7 +73,7 @@ def twice(rung, every):
 SMALL = ("small", "descriptions") # language models that are trained here
 LONG = "-long" # rungs again, from the same stage I, with the same rates and temperatures
 RUNGS |= {"dry" + LONG: twice(RUNGS["dry"], 2), "village" + LONG: twice(RUNGS["village"], 50),
-          "gpu" + LONG: twice(RUNGS["gpu"], 100)}
+          "descriptions" + LONG: twice(DESCRIPTIONS, 150), "gpu" + LONG: twice(RUNGS["gpu"], 100)}
 BAGS = dict(objectives=dict(ebae=1.0, ebar=1.0)) # LLaMA2Vec's two
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None, # own pairs, strangers, no stage I
             B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS)) # bags alone
@@ -170,8 +170,8 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     if facts and not known: # of this very run: stage I may have been made again
         first = Path(model)
         seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
-        for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", about | row, kept)
-        keep("again-carried.jsonl", about | dict(
+        for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", short | row, kept)
+        keep("again-carried.jsonl", short | dict(
             loss=facts["last"]["loss"], steps=facts["steps"], weights=facts["parameters"], seconds=round(seconds, 1),
             of_them_measuring=round(facts.get("carried_seconds", 0), 1), **gates.measure(model, out), **by), kept)
     settings = tuned(rung, arm, kept)
@@ -291,7 +291,8 @@ def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
 def start(rung, dev=False):
     "The data of a rung, as `prepared` gives it; a small language model is trained where it is not there."
     data = prepared(RUNGS[rung]["data"], dev)
-    if rung in SMALL and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(rung, data[0])
+    usual = rung.removesuffix(LONG)
+    if usual in SMALL and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(usual, data[0])
     return data
 
 
