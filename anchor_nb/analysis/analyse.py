@@ -171,7 +171,7 @@ def geometry_rows(measured: list, **common) -> list: # measured: dictionaries wi
                  manifest=row["manifest"], training_seed=row["training_seed"], **common)
             for row in measured for name, (value, low, high) in row["numbers"].items()]
 
-def similarity_rows(compared: dict, label: str, **common) -> list: # compared: from `streaming.compare`
+def similarity_rows(compared: dict, label: str, **common) -> list: # compared: from `compare.compare`
     "A row a measure, at the last pair of layers, with what the nulls give there."
     rows = []
     for metric, curves in compared["curves"].items():
@@ -184,7 +184,7 @@ def similarity_rows(compared: dict, label: str, **common) -> list: # compared: f
                    if values]
 
 # %% ../../nbs/analysis/04_analyse.ipynb #8777078f
-def compared(settings, sample: Sample) -> dict: # as `streaming.compare`
+def compared(settings, sample: Sample) -> dict: # as `compare.compare`
     "The layers of a against those of b."
     few = dict(layers=min(settings.layers or 6, 6), sample=500) if settings.quick else dict(layers=settings.layers)
     labels = [label for label in sample.labels for _ in sample.fields] or None

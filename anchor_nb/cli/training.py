@@ -57,9 +57,10 @@ def decided(stage: str, values: dict) -> tuple: # (values with what the preset d
     return values | asdict(inputs.recipe), inputs.why
 
 def show_forecast(stage: str, values: dict):
-    "Print how long a training stage would take, as a comment below its parameters."
-    from anchor_nb.training.trainer import forecast_lines
-    with redirect_stdout(sys.stderr): lines = forecast_lines(RECIPES[stage](**spelled_out(stage, values)[0]))
+    "Print how long a stage would take, as a comment below its parameters; of `adapt` the memory of each step too."
+    if stage == "adapt": from anchor_nb.release.adapt import outlook as lines_of
+    else: from anchor_nb.training.trainer import forecast_lines as lines_of
+    with redirect_stdout(sys.stderr): lines = lines_of(RECIPES[stage](**spelled_out(stage, values)[0]))
     typer.echo("\n" + "\n".join(f"# {line}" for line in lines))
 
 def add_stage(stage: str):
@@ -126,7 +127,7 @@ def adapt(place: Documents = "", out: option(str, "where model, verdict and step
     if example: values |= example_values(values)
     if dry_run:
         show("adapt", values)
-        if values.get("documents"): show_outlook(values)
+        if values.get("documents"): show_forecast("adapt", values)
         return
     run_stage("adapt", values, output, log=not quiet)
     if not told(folder_of("adapt", values), quiet, search)["verdict"]["better"]:
@@ -141,11 +142,7 @@ def example_values(values: dict) -> dict: # values: parameters that were given
                  train_pairs=100, curve=False, out="runs/adapt-example")
     return small | values
 
-def show_outlook(values: dict):
-    "Print the steps with their time and memory, as a comment below the parameters."
-    from anchor_nb.release.adapt import outlook
-    with redirect_stdout(sys.stderr): lines = outlook(RECIPES["adapt"](**spelled_out("adapt", values)[0]))
-    typer.echo("\n" + "\n".join(f"# {line}" for line in lines))
+
 
 # %% ../../nbs/cli/02_training.ipynb #aae3cab9
 def show_plan(preset: str, out: Path, overrides: dict):

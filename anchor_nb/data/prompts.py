@@ -41,7 +41,7 @@ class Layout:
     truncation: str = "keep_eos" # or cut_eos, the authors' code
     document_format: str = "{text}" # how a text without an instruction is written
     pooling_tokens: int = 0   # tokens added before [EOS] to pool over; they are part of the tail
-    echo: str = ""            # repeat the text, with the words of `ECHO` around it; empty: do not
+    echo: str = ""            # repeat the text, with the words of `REWRITE` before and between; empty: do not
     pool_bos: bool = False    # without an instruction, the content begins at the first token (sentence-transformers)
 
     def __post_init__(self):
@@ -96,18 +96,15 @@ def add_pooling_tokens(tokenizer, layout: Layout):
 
 # %% ../../nbs/data/04_prompts.ipynb #d3896ee5
 REWRITE = ("Rewrite the sentence: ", ", rewritten sentence: ")
-ECHO = dict(rewrite=dict(query=REWRITE, document=REWRITE), # the words before a text and before its copy
-            retrieval=dict(query=("Query:", "\nQuery again:"), document=("Document:", "\nDocument again:")))
+ # before a text and before its copy
 
 # %% ../../nbs/data/04_prompts.ipynb #102db942
 def fit_layout(layout: Layout, pooling: str = "eos", # what will be pooled
                tokens: int = 0,                      # pooling tokens; 0: as many as the layout has
-               echo: str = "",                       # a key of `ECHO`; empty: the layout's, else rewrite
+
               ) -> Layout:
-    "The layout that a pooling needs; ValueError for an unknown echo, or pooling tokens that do not fit."
-    if echo and echo not in ECHO:
-        raise ValueError(f"echo={echo!r}; choose one of {', '.join(ECHO)}")
-    layout = replace(layout, echo=(echo or layout.echo or "rewrite") if pooling.startswith("echo") else "")
+    "The layout that a pooling needs; ValueError for pooling tokens that do not fit."
+    layout = replace(layout, echo="rewrite" if pooling.startswith("echo") else "")
     if layout.truncation == "cut_eos" and (tokens or layout.pooling_tokens):
         raise ValueError("truncation=cut_eos would cut the pooling tokens off; use keep_eos")
     if tokens in (0, layout.pooling_tokens): return layout
@@ -170,8 +167,7 @@ class Formatter:
                  layout: Layout):   # how a text is laid out
         self.tokenizer, self.layout = install_layout(tokenizer, layout), layout
         self.head, self.tail = [len(ids) for ids in around(tokenizer, layout)]
-        self.echo = {side: [tokenizer(part, add_special_tokens=False)["input_ids"] for part in words]
-                     for side, words in ECHO.get(layout.echo, {}).items()}
+        self.echo = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in REWRITE*bool(layout.echo)]
         if layout.max_length <= self.head + self.tail:
             raise ValueError(f"max_length={layout.max_length} leaves no room for text: the template takes "
                              f"{self.head + self.tail} tokens")
@@ -211,7 +207,7 @@ def format_texts(formatter: Formatter,
     placed = [place_content(formatter, e.ids, e.offsets, skip, text) for part in parts
               for e, (text, skip) in zip(formatter.reader.encode_batch([text for text, _ in part]), part)]
     if not formatter.echo: return placed
-    return [repeat_text(formatter, tokens, instruction) for tokens, instruction in zip(placed, instructions)]
+    return [repeat_text(formatter, tokens) for tokens in placed]
 
 # %% ../../nbs/data/04_prompts.ipynb #4ce6dd6d
 def place_content(formatter, ids, offsets, skip, text) -> Tokens:
@@ -226,9 +222,9 @@ def place_content(formatter, ids, offsets, skip, text) -> Tokens:
     return Tokens(ids[:layout.max_length], start, stop, layout.pooling_tokens)
 
 # %% ../../nbs/data/04_prompts.ipynb #e7114374
-def repeat_text(formatter, tokens: Tokens, instruction: str) -> Tokens:
+def repeat_text(formatter, tokens: Tokens) -> Tokens:
     "The text and its copy, which is the content, both cut alike; ValueError where `max_length` leaves no room."
-    ask, again = formatter.echo["query" if instruction else "document"]
+    ask, again = formatter.echo
     head, tail = tokens.ids[:tokens.start] + ask, tokens.ids[tokens.stop:]
     room = (formatter.layout.max_length - len(head) - len(again) - len(tail)) // 2
     if room < 1:

@@ -67,7 +67,7 @@ def english_tasks() -> dict: # name -> task, with the subsets of the benchmark
 
 def find_task(name: str, # name of a task, or a folder, with an optional `:SPLIT`
               columns: dict = {}, # of a folder, see `read_retrieval`
-              **cut):    # queries, documents and seed of `tasks.subset`, for a folder
+              **cut):    # queries, documents and seed of `retrieval_sets.subset`, for a folder
     "One mteb task; ValueError offers the nearest names."
     from mteb.get_tasks import TASK_LIST, get_task
     from anchor_nb.evaluation.local_suite import LOCAL, local_task

@@ -121,7 +121,7 @@ def synonym_parts(items: list[Item],   # all synonym sets
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #6d2ecf09
 def balanced(rows: list[dict], label: str, per_label: int) -> list[dict]:
-    "A draw of `each` rows of every label that has so many, in order of label and draw."
+    "A draw of `per_label` rows of every label that has so many, in order of label and draw."
     groups = defaultdict(dict)
     for row in rows: groups[row[label]][row["text"]] = row
     return [group[text] for _, group in sorted(groups.items()) if len(group) >= per_label

@@ -18,6 +18,7 @@ from ..data.deduplication import plain
 from ..data.documents import count_words
 from ..data.retrieval_sets import draw
 from .words import Words
+from ..models.attention import on_gpu
 from ..models.resolve import find_model
 
 # %% ../../nbs/inference/06_questions.ipynb #acde28e3
@@ -155,7 +156,7 @@ def by_address(texts: list, address: str, model: str) -> list: # of answers, in 
 def by_model(texts: list, model: str, batch: int = 8, longest: int = 256) -> list: # longest: tokens of a text read
     "Ask a causal language model on this machine, greedily."
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    place, device = find_model(model), "cuda" if torch.cuda.is_available() else "cpu"
+    place, device = find_model(model), "cuda" if on_gpu() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(place, padding_side="left")
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
     lm, answers = AutoModelForCausalLM.from_pretrained(place).to(device).eval(), []

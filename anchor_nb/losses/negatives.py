@@ -43,7 +43,7 @@ def too_close(scores: Tensor,    # [n, m] cosines
 
 # %% ../../nbs/losses/05_negatives.ipynb #de1fe10f
 def format_examples(formatter,      # of documents, and of queries unless those have one of their own
-                    examples: list, # of `data.Example`
+                    examples: list, # of `rows.Example`
                     asking=None,    # formatter of queries, such as one with few-shot examples
                    ) -> list:       # of (query, positive, [negatives]), all `prompts.Tokens`
     "Examples in a formatter's tokens."

@@ -20,7 +20,7 @@ class NotFinite(RuntimeError):
     "The loss or the gradient of a step is infinite or NaN."
 
 # %% ../../nbs/runs/00_fault_tolerance.ipynb #09be2a9c
-def check_finite(name: str, value: float, step: int, batch, out: Path): # batch: `data.Batch`
+def check_finite(name: str, value: float, step: int, batch, out: Path): # batch: `rows.Batch`
     "Raise `NotFinite` for an infinite or NaN value; names the batch's rows and lists all in `not_finite.json`."
     if math.isfinite(value): return
     rows = batch.rows.tolist()

@@ -23,7 +23,7 @@ def settings_in(recipe: Training, kind: type) -> dict: # keyword arguments of `k
     "The settings of a recipe that a dataclass has fields for."
     return {f.name: getattr(recipe, f.name) for f in fields(kind)}
 
-def sample(tables: dict, rows: int = 512) -> list: # of `data.Batch`, one for each dataset that is met
+def sample(tables: dict, rows: int = 512) -> list: # of `rows.Batch`, one for each dataset that is met
     "Rows of all datasets together, drawn with a fixed seed."
     places = [(name, len(tables[name])) for name in sorted(tables)]
     numbers = sorted(random.Random(0).sample(range(total := sum(size for _, size in places)), min(rows, total)))

@@ -104,8 +104,8 @@ class ContrastiveStep:
 
 # %% ../../nbs/training/04_steps.ipynb #392638f7
 def draw_shots(table,        # datasets.Dataset of the batch's dataset
-               batch,        # `data.Batch`
-               instructions, # as `data.examples` takes them
+               batch,        # `rows.Batch`
+               instructions, # as `rows.examples` takes them
                most: int,    # 0 to so many examples
                *key,         # seed and step
               ) -> list:     # of `Example`
