@@ -142,8 +142,6 @@ def example_values(values: dict) -> dict: # values: parameters that were given
                  train_pairs=100, curve=False, out="runs/adapt-example")
     return small | values
 
-
-
 # %% ../../nbs/cli/02_training.ipynb #aae3cab9
 def show_plan(preset: str, out: Path, overrides: dict):
     "Print the steps of a pipeline with their parameters."

@@ -81,9 +81,9 @@ def check_whole(folder: Path):
     for file in sorted(Path(folder).glob("*.safetensors")):
         try:
             with safe_open(file, "np"): pass
-        except SafetensorError:
-            raise ValueError(f"{file} is incomplete: it has {file.stat().st_size} bytes and breaks off; copy or "
-                             "download it again") from None
+        except SafetensorError as error:
+            raise ValueError(f"{file} is incomplete: it has {file.stat().st_size} bytes, and safetensors says "
+                             f"{error}; copy or download it again") from None
 
 # %% ../../nbs/core/03_files.ipynb #28c2048c
 def replace_folder(part: Path, final: Path):

@@ -45,6 +45,8 @@ class Layout:
     pool_bos: bool = False    # without an instruction, the content begins at the first token (sentence-transformers)
 
     def __post_init__(self):
+        if self.echo not in ("", "rewrite"):
+            raise ValueError(f"echo={self.echo!r}; choose rewrite, or nothing")
         if self.truncation in ("keep_eos", "cut_eos"): return
         raise ValueError(f"truncation={self.truncation!r}; choose keep_eos, which cuts the content, or cut_eos, which "
                          "cuts [EOS] too")
@@ -95,13 +97,11 @@ def add_pooling_tokens(tokenizer, layout: Layout):
         tokenizer.add_tokens(missing, special_tokens=True)
 
 # %% ../../nbs/data/04_prompts.ipynb #d3896ee5
-REWRITE = ("Rewrite the sentence: ", ", rewritten sentence: ")
- # before a text and before its copy
+REWRITE = ("Rewrite the sentence: ", ", rewritten sentence: ") # before a text and before its copy
 
 # %% ../../nbs/data/04_prompts.ipynb #102db942
 def fit_layout(layout: Layout, pooling: str = "eos", # what will be pooled
                tokens: int = 0,                      # pooling tokens; 0: as many as the layout has
-
               ) -> Layout:
     "The layout that a pooling needs; ValueError for pooling tokens that do not fit."
     layout = replace(layout, echo="rewrite" if pooling.startswith("echo") else "")

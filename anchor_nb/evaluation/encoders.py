@@ -197,7 +197,6 @@ def check_model(source: str):
 # %% ../../nbs/evaluation/03_encoders.ipynb #a5ac18a6
 def weights_of(source: str) -> str: # files of a folder, or the commit of a hub id
     "The identity of a model's files; an adapter's base is part of it."
-
     place = find_model(source)
     if Path(place).is_dir():
         base = base_of(place)
@@ -212,7 +211,6 @@ def weights_of(source: str) -> str: # files of a folder, or the commit of a hub 
 
 def similarity_of(candidate: Candidate) -> dict: # empty where the checkpoint normalizes its vectors
     "How vectors are compared: ours by cosine, those of sentence-transformers as the model's configuration says."
-
     folder = small_files(find_model(candidate.source))
     measure = json_or_empty(folder/"config_sentence_transformers.json").get("similarity_fn_name") or "cosine"
     if candidate.library != "anchor_nb": return dict(similarity=measure) if measure != "cosine" else {}
@@ -278,7 +276,6 @@ def instructions_of_pairs(recipe: dict, # of a model's record
 
 def trained_with(candidate: Candidate) -> set: # empty: not known
     "The instructions that a model's queries had in training, with an empty text for none."
-
     if candidate.library != "anchor_nb" or candidate.adapter: return set()
     record = json_or_empty(small_files(find_model(candidate.source))/LAYOUT_FILE)
     recipe = record.get("recipe", {})
@@ -380,7 +377,6 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
     "A sentence-transformers model as a function for `Encoder`, with facts for `meta`."
     from mteb.models.abs_encoder import get_prompt_name
     from sentence_transformers import SentenceTransformer
-
     announce("loading", candidate.source)
     model = SentenceTransformer(find_model(candidate.source), device=(devices or [None])[0])
     if max_length: model.max_seq_length = min(max_length, model.max_seq_length or max_length)

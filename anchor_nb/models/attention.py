@@ -9,7 +9,6 @@ __all__ = ['is_causal', 'register_attention', 'attention_inputs', 'on_gpu', 'has
 # %% ../../nbs/models/01_attention.ipynb #e342b7ad
 import os
 from importlib.util import find_spec
-from functools import cache
 from inspect import signature
 import torch
 from torch import Tensor, nn
@@ -86,17 +85,14 @@ def packed_varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
     window = (-1, 0) if looks_back(module, kwargs) else (-1, -1)
     return varlen(query, key, value, packed.starts, packed.longest, packed, scaling, window)[None], None
 
-@cache
-def parameters_of(function) -> set: # of their names; asked in every layer
-    "What a function takes."
-    return set(signature(function).parameters)
+TAKES_GROUPS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) # `enable_gqa` of `varlen_attn`
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, packed: Packed, scaling,
            window) -> Tensor: # [queries, heads, head size]
     "Call the kernel with queries whose texts begin at `starts`."
     from torch.nn.attention.varlen import varlen_attn
     groups, how, (query, key) = query.shape[1] // key.shape[1], {}, [part.to(value.dtype) for part in (query, key)]
-    if groups > 1 and "enable_gqa" in parameters_of(varlen_attn): how["enable_gqa"] = True # since 2.12
+    if groups > 1 and TAKES_GROUPS: how["enable_gqa"] = True
     elif groups > 1: key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     states = [part[0].transpose(0, 1) for part in (query, key, value)]
     return varlen_attn(*states, starts, packed.starts, longest, packed.longest, scale=scaling, window_size=window,
@@ -156,7 +152,7 @@ def has_varlen() -> bool:
     "Whether PyTorch's own kernel is available in the form used here (since 2.11) and supports the GPU."
     if torch.cuda.get_device_capability()[0] < 8 or not find_spec("torch.nn.attention.varlen"): return False
     from torch.nn.attention.varlen import varlen_attn
-    return {"scale", "window_size"} <= parameters_of(varlen_attn)
+    return {"scale", "window_size"} <= set(signature(varlen_attn).parameters)
 
 # %% ../../nbs/models/01_attention.ipynb #e8af4073
 def usable_attention(precision: str = "auto",

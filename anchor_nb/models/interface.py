@@ -41,7 +41,7 @@ def to_host(found: torch.Tensor): # -> a function that waits for the copy and re
     "Start copying to the CPU; a GPU goes on with what is queued after it."
     if not found.is_cuda: return found.cpu().numpy
     copy, copied = found.to("cpu", non_blocking=True), torch.cuda.Event() # into pinned memory
-    copied.record()
+    copied.record(torch.cuda.current_stream(found.device)) # of its GPU, which need not be the current one
     def waited():
         copied.synchronize()
         return copy.numpy()
@@ -53,7 +53,7 @@ def encode_texts(embedder, texts: list, # strings
             size: int, normalize: bool,            # see `encode`
             batch_size: int | None = None, show_progress_bar: bool = False,
            ) -> np.ndarray:                        # [texts, size] fp32
-    "The vectors of already checked texts; a chunk's are copied from the GPU while it computes the next."
+    "The vectors of already checked texts; each chunk is copied from the GPU while the next is computed."
     vectors, parts, formatter = np.empty((len(texts), size), np.float32), list(growing(len(texts))), embedder.formatter
     write = lambda part: formatter(texts[part], before if isinstance(before, str) else before[part])
     held = [] # of chunks whose vectors are on their way

@@ -12,7 +12,7 @@ import types
 import torch
 from torch import Tensor, nn
 from .packing import Packed, slots, spread
-from .attention import attention_inputs, has_varlen, refuse_unsupported, shared_heads, varlen
+from .attention import attention_inputs, refuse_unsupported, shared_heads, varlen
 
 # %% ../../nbs/models/02_last_layer.ipynb #ee08fccd
 def attend_from_last(query: Tensor,      # [1, heads, texts, head size]
@@ -33,10 +33,6 @@ def attend_from_last(query: Tensor,      # [1, heads, texts, head size]
     return out.flatten(1)
 
 # %% ../../nbs/models/02_last_layer.ipynb #39735fd4
-def takes_kernel(implementation: str) -> bool:
-    "Whether PyTorch's variable-length kernel can do for a last token what this one does for all."
-    return implementation == "packed_varlen" or implementation.startswith("flash_attention") and has_varlen()
-
 def forward_at_last(layer: nn.Module, hidden: Tensor, # [1, tokens, hidden]
                     packed: Packed, position_embeddings: tuple) -> Tensor: # [1, texts, hidden]
     "A decoder layer's output at each text's last token."
@@ -51,7 +47,7 @@ def forward_at_last(layer: nn.Module, hidden: Tensor, # [1, tokens, hidden]
     query, key = rotate(query, query, cos[:, last], sin[:, last])[0], rotate(key, key, cos, sin)[0]
     dropout = getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0
     attended = attend_from_last(query, key, heads("v", states), packed, attention.scaling, dropout,
-                             takes_kernel(attention.config._attn_implementation))
+                             attention.config._attn_implementation == "packed_varlen")
     hidden = hidden[:, last] + attention.o_proj(attended)
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 

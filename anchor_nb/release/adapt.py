@@ -12,7 +12,6 @@ from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
-
 from .. import __version__
 from ..core.files import damage, keep_apart, new_folder, seal, write_text
 from ..core.progress import announce, without_bars

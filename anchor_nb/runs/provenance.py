@@ -31,7 +31,7 @@ def code_version() -> dict: # version, and in a checkout commit and dirty
     known = git("ls-files", "--error-unmatch", "__init__.py")
     commit = git("rev-parse", "HEAD") if known else ""
     if not commit: return dict(version=__version__)
-    changed = git("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)*.jsonl")
+    changed = git("status", "--porcelain", "--untracked-files=no", ":/", ":(top,exclude)nbs/*results/*.jsonl")
     return dict(version=__version__, commit=commit, dirty=bool(changed))
 
 # %% ../../nbs/runs/04_provenance.ipynb #6ddeff44

@@ -49,12 +49,12 @@ def build_model(resolved: Resolved, checkpoint: Path | None = None,
     source = str(checkpoint) if checkpoint and not how.lora_rank else resolved.model
     lm = load_backbone(source, resolved.attention, resolved.precision, checkpointing, how.bidirectional,
                        vocabulary=len(formatter.tokenizer) if added else 0)
-    drop_nothing(plain := lm)
+    drop_nothing(lm)
     if dropout := getattr(resolved.rules, "attention_dropout", 0.0): set_attention_dropout(lm, dropout)
     if how.lora_rank: lm = with_adapter(lm, how, checkpoint, added)
     if resolved.stage == "stage2": module = Embedding(lm, how.pooling)
     else: module = Objectives(lm, make_objectives(resolved.rules, formatter))
-    if how.compile: compile_layers(plain) # last, since objectives try the head while the weights are on the CPU
+    if how.compile: compile_layers(lm) # last, since objectives try the head while the weights are on the CPU
     return module
 
 # %% ../../nbs/training/09_trainer.ipynb #24b220bc

@@ -131,13 +131,14 @@ def stage1_way(way: str, pairs: list, repeats: int, profiled: bool = True, **set
     loss = recipe.alpha*facts["loss_q2d"] + (1 - recipe.alpha)*facts["loss_d2q"]
     lengths = [len(text.ids) for pair in batch["anchor"][0] for text in pair]
     figures |= dict(loss=float(loss), gradient_norm=norm, tokens=sum(lengths), longest=max(lengths),
-                    examples=len(pairs), checkpointing=is_checkpointed(language_model(module.lm)))
+                    examples=len(pairs))
+    if is_checkpointed(language_model(module.lm)): figures["checkpointing"] = True
     if not profiled: return figures
     rate = matrix_rate(device, torch.bfloat16 if wants_autocast(recipe.precision) else module.lm.dtype)
     if way == OURS: figures["predicted_bytes"] = predicted(recipe, module, min(step.budget, sum(lengths)), "optimizer")
     return figures | efficiency(way, recipe, batch["anchor"][0], closing(step.formatter),
                                 statistics.median(figures["seconds"]), operator_share(work), rate,
-                                figures["checkpointing"])
+                                "checkpointing" in figures)
 
 
 # ---- stage II: whole trainers, from rows of text to changed adapters; the first step is the warm-up ----
@@ -200,7 +201,7 @@ def stage2_way(way: str, work: str, mini_batch: int, **settings) -> dict:  # wor
     trainer.train()
     norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
     return dict(more, seconds=[b - a for a, b in zip(clock.ends, clock.ends[1:])], before_bytes=before,
-                peak_bytes=memory()[1], losses=[float(loss) for loss in losses], first_loss=float(losses[0]),
+                peak_bytes=memory()[1], losses=[float(loss) for loss in losses],
                 gradient_norms=norms, ids=fingerprint(ids), tokens=sum(map(len, ids))/recipe.steps,
                 longest=max(map(len, ids)), examples=recipe.global_batch)
 
@@ -272,8 +273,11 @@ def stage1_cases(model: str, corpora: list, batches: list, rounds: int, toleranc
 
 
 def stage2_cases(model: str, corpora: list, batches: list, rounds: int, repeats: int, tolerance: float,
-                 ways=(OURS, *PEERS), same=("losses", "gradient_norms"), **settings):
-    "Training stage II against sentence-transformers, with the plain loss and with the cached one."
+                 ways=(OURS, *PEERS), first_only: bool = False, **settings):
+    """Training stage II against sentence-transformers, with the plain loss and with the cached one.
+
+    first_only: compare the first loss alone; in half precision two runs have other weights afterwards.
+    """
     for corpus in corpora:
         for batch in batches:
             with tempfile.TemporaryDirectory() as work:
@@ -281,15 +285,18 @@ def stage2_cases(model: str, corpora: list, batches: list, rounds: int, repeats:
                 found = in_turns("bench:stage2_way", list(ways), rounds, work=work, data=data, steps=repeats + 1,
                                  global_batch=batch, model=bench_model(model), **settings)
             check_same(found, "ids")
-            check_same(found, *same, tolerance=tolerance)
+            if first_only:
+                first = {way: dict(loss=each["losses"][0]) for way, each in found.items()}
+                check_same(first, "loss", tolerance=tolerance)
+            else: check_same(found, "losses", "gradient_norms", tolerance=tolerance)
             yield dict(corpus=corpus, examples=batch), found
 
 
 def encode_texts(names: list, rounds: int, tolerance: float, cosine: float = 0, **settings) -> dict:  # way -> figures
     """Encode in turns; RuntimeError when vectors or ids differ.
 
-    tolerance: of every number of a vector. cosine: that 95 % of the texts must have instead, for half precision, where
-    the largest of a million roundings says little.
+    tolerance: of every number of a vector. cosine: that 95 % of the texts must have instead, and all of them nearly,
+    for half precision, where the largest of a million roundings says little.
     """
     with tempfile.TemporaryDirectory() as work:
         parts = {way: [] for way in names}
@@ -297,19 +304,23 @@ def encode_texts(names: list, rounds: int, tolerance: float, cosine: float = 0, 
             for way in names[::-1] if turn % 2 else names:
                 parts[way].append(isolated("bench:encode_way", way=way, vectors=f"{work}/{way}.npy", **settings))
         vectors = {way: numpy.load(f"{work}/{way}.npy") for way in names}
-    ways = {way: dict(merged(parts[way]), difference=float(abs(vectors[way] - vectors[OURS]).max()),
-                      cosine=float(numpy.quantile((vectors[way]*vectors[OURS]).sum(1), 0.05))) for way in names}
+    ways = {way: dict(merged(parts[way]), difference=float(abs(vectors[way] - vectors[OURS]).max())) for way in names}
     check_same(ways, "ids")
     for way, figures in ways.items():
-        if not (figures["cosine"] >= cosine if cosine else figures["difference"] <= tolerance):
-            limit = f"cosine {figures['cosine']:.3f}, {cosine} wanted" if cosine else f"more than {tolerance:.0e}"
+        cosines, limit = (vectors[way]*vectors[OURS]).sum(1), f"more than {tolerance:.0e}"
+        if cosine:
+            figures |= dict(cosine=float(numpy.quantile(cosines, 0.05)), least_cosine=float(cosines.min()))
+            limit = f"cosine {figures['cosine']:.3f}, {cosine} wanted, and at least {figures['least_cosine']:.3f}"
+            near = figures["cosine"] >= cosine and figures["least_cosine"] >= cosine - 0.1
+        else: near = figures["difference"] <= tolerance
+        if not near:
             raise RuntimeError(f"vectors of {way} differ from ours by {figures['difference']:.1e}, {limit}; their "
                                "times cannot be compared")
     return ways
 
 
 def encode_cases(model: str, corpora: list, mixes: list, texts: int, max_length: int, rounds: int,
-                 tolerance: float = 0, names=(OURS, PEERS[0], "padded loop"), **settings):
+                 tolerance: float, names=(OURS, PEERS[0], "padded loop"), **settings):
     "Encoding against sentence-transformers and the loop sorted by characters, on several distributions of lengths."
     model = bench_model(model)
     formatter = formatter_of(model, max_length)

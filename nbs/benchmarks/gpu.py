@@ -36,7 +36,7 @@ from anchor_nb.data.rows import Example  # noqa: E402
 from anchor_nb.runs.ledger import append_rows, read_json, read_rows  # noqa: E402
 from anchor_nb.runs.manifest import now  # noqa: E402
 from anchor_nb.runs.provenance import code_version, library_versions, machine  # noqa: E402
-from gpu_page import ST as PEER, as_page, case_rows, last_runs, of_machine  # noqa: E402
+from gpu_page import ST as PEER, TOO_LATE, as_page, begun, case_rows, last_runs, of_machine  # noqa: E402
 from isolation import OURS, SPENT, OutOfTime, cpu_seconds, isolated, within  # noqa: E402
 
 ROWS = HERE/"results"/"gpu.jsonl"
@@ -388,12 +388,12 @@ DRY_PARITY = dict(model="tiny", corpus="toy", pairs=6, max_length=48, pieces=96)
 STEP = dict(corpora=["wiki"], max_length=512, micro_tokens=0, precision="auto", rounds=2, repeats=3, tolerance=2e-2)
 DRY_STEP = dict(model="tiny", corpora=["toy"], batches=[6], max_length=48, micro_tokens=256, rounds=1, repeats=1,
                 precision="fp32")
-SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2,
-              same=["first_loss"])  # later steps of two runs in bf16 start from other weights
-DRY_SECOND = dict(DRY_STEP, learning_rate=1e-2, mini_batch=4, same=["losses", "gradient_norms"])
+SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2, first_only=True)
+DRY_SECOND = dict(DRY_STEP, learning_rate=1e-2, mini_batch=4, first_only=False)
 TEXTS = dict(corpora=["wiki"], mixes=["short", "mixed", "long"], texts=4096, max_length=512, micro_tokens=0, batch=128,
-             precision="auto", rounds=2, repeats=2, cosine=0.95)
-DRY_TEXTS = dict(model="tiny", corpora=["toy"], mixes=["mixed"], texts=24, max_length=48, batch=8, rounds=1, repeats=1)
+             precision="auto", rounds=2, repeats=2, cosine=0.95, tolerance=0)
+DRY_TEXTS = dict(model="tiny", corpora=["toy"], mixes=["mixed"], texts=24, max_length=48, batch=8, rounds=1, repeats=1,
+                 cosine=0, tolerance=1e-4)
 RANKS = dict(corpus="wiki", model=SMALL, steps=4, global_batch=16, max_length=192, precision="fp32", tolerance=1e-3,
              stages=("stage1", "stage2"), shardings=("ddp", "fsdp2"))
 DRY_RANKS = dict(corpus="toy", model="tiny", steps=2, global_batch=4, max_length=48, micro_tokens=256, workers=0)
@@ -489,7 +489,7 @@ def why_not(part: Part, dry: bool, facts: dict) -> str:  # empty: it can run
 def run_part(part: Part, settings: dict, limit: float, keep: Callable) -> tuple:  # limit: seconds; -> (status, why)
     "Keep the rows of a part as they come; what ends it early is said, not raised."
     ends = time.monotonic() + limit
-    if limit < 1: return "out of time", "the stage's time was up before it began"
+    if limit < 1: return "out of time", TOO_LATE
     if part.stage == "d": settings = dict(settings, left=lambda: ends - time.monotonic())
     try:
         with within(limit):
@@ -509,7 +509,7 @@ def run(parts: list, rows: Path, dry: bool, minutes: float, say=print):
     known = last_runs(of_machine(read_rows(rows), facts["device"])) if rows.is_file() else {}
     for stage, title in STAGES.items():
         stage_ends = min(ends, time.monotonic() + (10**9 if dry else LIMITS[stage]))
-        had_its_turn = lambda part: known.get(part.name, {}).get("status") in ("failed", "out of time")
+        had_its_turn = lambda part: begun(known.get(part.name, {}))
         for part in sorted([part for part in parts if part.stage == stage], key=had_its_turn):
             settings = settings_of(part, dry, facts["count"])
             told = json.loads(json.dumps(settings))  # as a row has it

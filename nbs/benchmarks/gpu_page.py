@@ -6,6 +6,7 @@ import json
 from typing import Callable, NamedTuple
 
 OURS, ST = "anchor_nb", "sentence-transformers"
+TOO_LATE = "the stage's time was up before it began"
 
 # ---- rows ----
 
@@ -25,7 +26,7 @@ def last_runs(rows: list) -> dict:  # part -> the row that closed it last
 
 def begun(row: dict) -> bool:
     "Whether a part that ended so has been tried."
-    return row.get("status", "not run") != "not run" and "before it began" not in row["why"]
+    return row.get("status", "not run") != "not run" and row["why"] != TOO_LATE
 
 
 def cases(rows: list, part: str) -> list:  # of rows
@@ -120,7 +121,7 @@ def of_roofline(found: list, rows: list):
 
 def forecast_error(found: list, rows: list):
     "How far the largest measured peak is from the planner's, in the case where it is farthest."
-    all_parts = [row for part in last_runs(rows) for row in cases(rows, part)]
+    all_parts = [row for part in {row["part"] for row in rows} for row in cases(rows, part)]
     errors = [abs(row["peak_bytes"]/row["predicted_bytes"] - 1) for row in ours(all_parts)
               if row.get("predicted_bytes")]
     return max(errors, default=None)
@@ -191,11 +192,14 @@ def table(head: list, lines: list) -> str:
 def goals_table(rows: list) -> str:
     "Every goal with what was measured, and how many were met."
     verdicts = [verdict(goal, rows) for goal in GOALS]
-    met, missed = [sum(said.startswith(word) for _, said in verdicts) for word in ("met", "not reached")]
+    partly = sum(" so far" in said for _, said in verdicts)
+    met, missed = [sum(said.startswith(word) and " so far" not in said for _, said in verdicts)
+                   for word in ("met", "not reached")]
     limit = lambda goal: ("at least " if goal.least else "at most ") + (
         f"{goal.least or goal.most:.0%}" if goal.percent else f"{goal.least or goal.most}")
     lines = [[goal.name, limit(goal), *said] for goal, said in zip(GOALS, verdicts)]
-    return (f"Of {len(GOALS)} goals, {met} met, {missed} not reached, {len(GOALS) - met - missed} not measured.\n\n"
+    return (f"Of {len(GOALS)} goals, {met} met, {missed} not reached, {partly} measured in part, "
+            f"{len(GOALS) - met - missed - partly} not measured.\n\n"
             + table(["goal", "wanted", "measured", "verdict"], lines))
 
 

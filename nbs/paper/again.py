@@ -6,7 +6,7 @@
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
     python nbs/paper/again.py all descriptions-long # on package descriptions; the first half is `descriptions`
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
-    python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit one GPU
+    python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit the GPUs
     python nbs/paper/again.py all gpu-long --jobs 0 # stage II twice as long, as the plan asks where it was too short
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
@@ -170,8 +170,9 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     if facts and not known: # of this very run: stage I may have been made again
         first = Path(model)
         seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
-        for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", short | row, kept)
-        keep("again-carried.jsonl", short | dict(
+        under = about if there("again-carried.jsonl", short) else short # one measurement for each rung
+        for row in rows_of(first/"carried.jsonl"): keep("again-curves.jsonl", under | row, kept)
+        keep("again-carried.jsonl", under | dict(
             loss=facts["last"]["loss"], steps=facts["steps"], weights=facts["parameters"], seconds=round(seconds, 1),
             of_them_measuring=round(facts.get("carried_seconds", 0), 1), **gates.measure(model, out), **by), kept)
     settings = tuned(rung, arm, kept)
@@ -205,14 +206,14 @@ def side_by_side(work, todo, jobs):
     An error in one leaves the rest alone; a process that is killed takes those with it that have not ended.
     """
     cards, context, failed = visible(), get_context("spawn"), 0
-    jobs = jobs or fitting()*max(1, len(cards))
-    if jobs == 1:
+    places = fitting(cards) if not jobs else [cards[k % len(cards)] if cards else "" for k in range(jobs)]
+    if len(places) == 1:
         for one in todo: work(*one)
         return 0
     turns = context.SimpleQueue()
-    for k in range(jobs): turns.put(cards[k % len(cards)] if cards else "")
+    for card in places: turns.put(card)
     if len(cards) > 1: work = partial(on_its_card, work)
-    with ProcessPoolExecutor(jobs, context, take_turns, (turns,), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(len(places), context, take_turns, (turns,), max_tasks_per_child=1) as pool:
         done = [(one, pool.submit(work, *one)) for one in todo]
         for one, result in done:
             if error := result.exception(): print(*one, f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -224,8 +225,9 @@ def visible():
     "The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."
     import torch
     if not torch.cuda.is_available(): return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return named.split(",") if named else [str(k) for k in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] or [str(k) for k in range(count)]
 
 
 def take_turns(turns):
@@ -241,10 +243,11 @@ def on_its_card(work, *one):
     finally: TURNS.put(card)
 
 
-def fitting():
-    "Runs that fit one GPU side by side: 16 of them took 139 of 150 GB; 1 without a GPU."
+def fitting(cards):
+    "A GPU for each run that fits beside the others, all GPUs in turn; 16 of them took 139 of 150 GB."
     import torch
-    return max(1, int(torch.cuda.mem_get_info()[0]//9e9)) if torch.cuda.is_available() else 1
+    room = [max(1, int(torch.cuda.mem_get_info(k)[0]//9e9)) for k in range(len(cards))]
+    return [card for turn in range(max(room, default=0)) for card, most in zip(cards, room) if turn < most] or [""]
 
 
 def tune_one(rung, data, kept, arm, *values):
@@ -414,6 +417,13 @@ def contrasts(rows, rung, step=0, others="SW"):
             for name, each in found.items()]
 
 
+def early_against_late(rows, rung, early, late):
+    "A after `early` steps of stage II less W after `late`, of the seeds that have both: a `Contrast` by itself."
+    rows = [row | dict(step=1) for row in rows
+            if row["rung"] == rung and (row["arm"], row["step"]) in (("A", early), ("W", late))]
+    return contrasts(rows, rung, 1, "W")[0]
+
+
 def carries(row):
     "Whether a row of again-carried.jsonl passes the gate: both directions, lower end of the interval."
     return all(row[way]["gap"] - row[way]["margin"] >= CARRIED for way in ("q2d", "d2q"))
@@ -425,7 +435,7 @@ if __name__ == "__main__":
     parser.add_argument("rung", choices=RUNGS)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; the plan has seven")
     parser.add_argument("--arms", default="ASW")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; 0: as many as fit one GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; 0: as many as fit the GPUs")
     parser.add_argument("--trial", action="store_true", help="seeds that the plan does not use, rows kept apart")
     given = parser.parse_args()
     place = ROOT/"dry-rows" if given.rung.startswith("dry") else KEPT/"trial" if given.trial else KEPT

@@ -162,6 +162,6 @@ def test_data_without_rows_stop_a_stage_before_its_notebook(tmp_path):
 def test_weights_that_break_off_are_named(size, tmp_path):
     folder = changed_model(tmp_path, "config.json")
     os.truncate(Path(folder)/"model.safetensors", size)
-    expected = f"model.safetensors is incomplete: it has {size} bytes and breaks off; copy or download it again"
+    expected = f"model.safetensors is incomplete: it has {size} bytes, and safetensors says "
     with pytest.raises(ValueError, match=expected): AnchorEmbedder.from_pretrained(folder)
     with pytest.raises(ValueError, match=expected): merge_models([folder, "tiny"], str(tmp_path/"soup"))

@@ -78,8 +78,10 @@ def seen(folder, name):
     card = os.environ["CUDA_VISIBLE_DEVICES"]
     (folder/name).write_text(card)
     other = {"4": "7", "7": "4"}[card]
-    until = time.monotonic() + 60  # both cards are at work at the same time
-    while not any(path.read_text() == other for path in folder.iterdir()) and time.monotonic() < until: time.sleep(0.01)
+    until = time.monotonic() + 60
+    while not any(path.read_text() == other for path in folder.iterdir()):  # both cards are at work at the same time
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_runs_share_all_gpus(tmp_path, monkeypatch):

@@ -158,11 +158,11 @@ def test_code_outside_a_checkout_is_known_by_its_version(tmp_path, monkeypatch):
 def test_rows_that_a_benchmark_appends_are_no_changed_code(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "package_folder", lambda: tmp_path/"package")
     git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    for name in ("package/__init__.py", "results/rows.jsonl"):
-        (tmp_path/name).parent.mkdir()
+    for name in ("package/__init__.py", "nbs/results/carry/rows.jsonl"):
+        (tmp_path/name).parent.mkdir(parents=True)
         (tmp_path/name).write_text("1\n")
     for words in ("init -q", "add .", "commit -q -m first"): subprocess.run([*git, *words.split()], check=True)
-    (tmp_path/"results/rows.jsonl").write_text("1\n2\n")
+    (tmp_path/"nbs/results/carry/rows.jsonl").write_text("1\n2\n")
     assert not provenance.code_version()["dirty"]
     (tmp_path/"package/__init__.py").write_text("2\n")
     assert provenance.code_version()["dirty"]
