@@ -731,6 +731,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'anchor_nb/data/packages.py'),
                                          'anchor_nb.data.packages.index_files': ( 'data/packages.html#index_files',
                                                                                   'anchor_nb/data/packages.py'),
+                                         'anchor_nb.data.packages.inside': ('data/packages.html#inside', 'anchor_nb/data/packages.py'),
                                          'anchor_nb.data.packages.make_lists': ( 'data/packages.html#make_lists',
                                                                                  'anchor_nb/data/packages.py'),
                                          'anchor_nb.data.packages.pick': ('data/packages.html#pick', 'anchor_nb/data/packages.py'),

