@@ -64,6 +64,14 @@ def test_six_seeds_could_never_pass_and_seven_can():
     with pytest.raises(ValueError, match="run it to its end"): again.contrasts(fewer, "r")
 
 
+def test_an_early_score_of_one_arm_against_a_late_one_of_another():
+    rows = [dict(rung="r", arm=arm, seed=seed, step=step,
+                 ndcg_at_10=dict(A=50 + seed, W=40)[arm] + step/10)
+            for arm in "AW" for step in (10, 40) for seed in (1, 2, 3)]
+    assert again.early_against_late(rows, "r", 10, 40).differences == (8.0, 9.0, 10.0)
+    with pytest.raises(ValueError, match="run it to its end"): again.early_against_late(rows[:-1], "r", 10, 40)
+
+
 def test_ndcg_of_one_document_a_query():
     class Model:
         encode_query = staticmethod(lambda texts: np.eye(12)[[int(text) for text in texts]])
