@@ -76,7 +76,9 @@ RUNGS |= {"dry" + LONG: twice(RUNGS["dry"], 2), "village" + LONG: twice(RUNGS["v
           "descriptions" + LONG: twice(DESCRIPTIONS, 150), "gpu" + LONG: twice(RUNGS["gpu"], 100)}
 BAGS = dict(objectives=dict(ebae=1.0, ebar=1.0)) # LLaMA2Vec's two
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None, # own pairs, strangers, no stage I
-            B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS)) # bags alone
+            B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS), # bags alone
+            L=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, # language modelling
+                   objectives=dict(lm=1.0), alpha=0.5))
 
 
 def keep(name, row, kept=KEPT):
@@ -146,13 +148,15 @@ def first_stage(rung, arm, seed, pairs):
     from anchor_nb import Stage1, train
     plan, place = RUNGS[rung], ROOT/rung.removesuffix(LONG)/f"{arm}-{seed}"
     if ARMS[arm] is None: return plan["model"], {}
-    model, how = plan["model"], dict(data=str(pairs), seed=seed)
-    if plan.get("warm"):
+    model, how, steps = plan["model"], dict(data=str(pairs), seed=seed), plan["stage1"]["steps"]
+    if arm == "L": steps += plan.get("warm", 0) # all steps are alike
+    elif plan.get("warm"):
         bags = dict(BAGS, steps=plan["warm"], carry_pairs=0)
         first = {name: value for name, value in plan["stage1"].items() if name not in KEPT_APART} | bags
         train(Stage1(model=model, out=str(place/"bags"), **how, **COMMON | first | ARMS[arm]))
         model = str(place/"bags")
-    facts = train(Stage1(model=model, out=str(place/"stage1"), **how, **COMMON | plan["stage1"] | ARMS[arm]))
+    facts = train(Stage1(model=model, out=str(place/"stage1"), **how,
+                         **COMMON | plan["stage1"] | dict(steps=steps) | ARMS[arm]))
     return str(place/"stage1"), facts
 
 
@@ -165,8 +169,8 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     short, by = about | dict(rung=rung.removesuffix(LONG)), made() # at a constant rate a long run begins as a short one
     there = lambda name, row: any(row.items() <= known.items() for known in rows_of(kept/name))
     model, facts = first_stage(rung, arm, seed, pairs)
-    known = arm == "B" or any(there("again-carried.jsonl", row | dict(loss=facts["last"]["loss"]))
-                              for row in (short, about) if facts)
+    known = arm in "BL" or any(there("again-carried.jsonl", row | dict(loss=facts["last"]["loss"]))
+                               for row in (short, about) if facts)
     if facts and not known: # of this very run: stage I may have been made again
         first = Path(model)
         seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
