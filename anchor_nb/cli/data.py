@@ -46,18 +46,18 @@ def check(data: Pairs, columns: Columns = "",
 
 # %% ../../nbs/cli/04_data.ipynb #f02d77c1
 @app.command("split", rich_help_panel=DATA)
-def split(data: Pairs, out: option(str, "a new folder, for the pairs and the exam", "--out", "-o"),
-          share: option(float, "of the queries that go into the exam") = 0.1,
-          queries: option(int, "how many go into the exam, instead of a share") = 0,
+def split(data: Pairs, out: option(str, "a new folder, for the pairs and the test set", "--out", "-o"),
+          share: option(float, "of the queries that go into the test set") = 0.1,
+          queries: option(int, "how many go into the test set, instead of a share") = 0,
           by: option(str, "column whose rows stay together, such as a document's id") = "",
-          seed: option(int, "another seed, another exam") = 0, columns: Columns = "", as_json: AsJson = False):
-    "Pairs to train on, and an exam with other documents; near-duplicates stay on one side."
+          seed: option(int, "another seed, another test set") = 0, columns: Columns = "", as_json: AsJson = False):
+    "Pairs to train on, and a test set with other documents; near-duplicates stay on one side."
     from anchor_nb.data.splitting import split_lines, split_pairs
     with answering(as_json) as answer:
         facts = split_pairs(data, out, share, queries, by, seed, read_columns(columns))
         answer(facts, *map(printable, split_lines(facts, out)),
                f"next: anchor-nb stage2 --data {quote(f'{out}/pairs')} --out runs/mine",
-               f"then: anchor-nb evaluate runs/mine --task {quote(f'{out}/exam')}")
+               f"then: anchor-nb evaluate runs/mine --task {quote(f'{out}/test')}")
 
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0
 Format = option(str, "anchor_nb, gritlm or columns", "--format")

@@ -135,10 +135,10 @@ def adapt(place: Documents = "", out: option(str, "where model, verdict and step
 
 # %% ../../nbs/cli/02_training.ipynb #646e51a9
 def example_values(values: dict) -> dict: # values: parameters that were given
-    "Documents and pairs of the toy village, which needs no download; a small exam."
+    "Documents and pairs of the toy village, which needs no download; a small test set."
     from anchor_nb.data.corpora import build_corpus
     folder = build_corpus("toy")/"pairs"/"toy.jsonl"
-    small = dict(documents=str(folder), pairs=str(folder), base="minilm", epochs=1, exam_queries=60, dev_queries=30,
+    small = dict(documents=str(folder), pairs=str(folder), base="minilm", epochs=1, test_queries=60, dev_queries=30,
                  train_pairs=100, curve=False, out="runs/adapt-example")
     return small | values
 

@@ -171,7 +171,7 @@ def next_command(report: dict, data: str, columns: str = "") -> str: # columns: 
     "What to type after a look at the report."
     import shlex
     facts = report["datasets"].values()
-    words = ["anchor-nb", "split", data, *(["--columns", columns] if columns else []), "--out", "exam"]
+    words = ["anchor-nb", "split", data, *(["--columns", columns] if columns else []), "--out", "mine"]
     if any(row["faulty"] for row in facts): return "correct the rows above, and run the same command again"
     if any(row["equal"] + row["near"] > 0.01*row["rows"] for row in facts): words[1], words[-1] = "dedup", "clean"
     return shlex.join(words)

@@ -335,12 +335,12 @@ def next_step(folder: Path,    # what the report is of
              ) -> tuple:       # (why, command)
     "The next command, with the reason for it."
     command = lambda *words: shlex.join(["anchor-nb", *map(str, words)])
-    exam = ("--task", "FOLDER", "-p", f"out={folder}")
+    test = ("--task", "FOLDER", "-p", f"out={folder}")
     trained = [label for label, manifest in manifests.items() if manifest.get("stage") in ("stage1", "stage2")]
     ours = next((line for line in board if line["model"] not in YARDSTICKS), None)
     if not ours:
         model = Path(folder)/trained[-1] if trained else "MODEL"
-        return "Nothing of yours is scored here yet.", command("evaluate", model, *exam)
+        return "Nothing of yours is scored here yet.", command("evaluate", model, *test)
     last = ours["model"] if ours["model"] in manifests else trained[-1] if trained else ""
     model = models.get(ours["model"]) or (Path(folder)/last if last else ours["model"])
     if ours.get("verdict") == "better":
@@ -352,7 +352,7 @@ def next_step(folder: Path,    # what the report is of
                 command("mine", *(word for name, value in values.items() for word in ("-p", f"{name}={value}"))))
     rest = [line["model"] for line in board if line["task"] == ours["task"] and line["model"] != ours["model"]]
     if rest: return "See on which queries they differ.", command("compare", ours["model"], rest[0], "--ledger", folder)
-    return "A score alone says little.", command("evaluate", model, *exam)
+    return "A score alone says little.", command("evaluate", model, *test)
 
 # %% ../../nbs/experiments/05_report.ipynb #9eee043b
 PAGE = """<!doctype html>

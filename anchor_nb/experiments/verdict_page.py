@@ -38,7 +38,7 @@ def score_rows(facts: dict) -> str:
     return "".join(rows)
 
 # %% ../../nbs/experiments/09_verdict_page.ipynb #0adbc218
-def query_table(rows: list, names: tuple) -> str: # rows: from `exam.widest`; names: of the two systems
+def query_table(rows: list, names: tuple) -> str: # rows: from `held_out.widest`; names: of the two systems
     "Queries with their answers and what the systems put first."
     if not rows: return "<p>None.</p>"
     def short(text): # not between words: Chinese has no spaces
@@ -65,13 +65,13 @@ def curve_rows(curve: dict) -> str: # number of pairs -> score
 def verdict_page(facts: dict, # title, verdict, systems, gained, lost, curve, advice, notes ...; as `adapt` makes them
                  out: str,    # the HTML file; replaced whole
                 ) -> Path:
-    "The result of an exam as one page."
+    "The result on a test set as one page."
     verdict, listed = facts["verdict"], lambda lines: "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     names = verdict["delivered"], verdict["against"]
     asked = "made from the documents" if facts["made"] else "from your pairs"
     body = f"""<h1>{html.escape(facts['title'])}</h1>
 <p class="verdict {'yes' if verdict['better'] else 'no'}">{html.escape(verdict['sentence'])}</p>
-<p>{verdict['queries']:,} queries, {asked}, searched in {facts['exam_documents']:,} passages. None of
+<p>{verdict['queries']:,} queries, {asked}, searched in {facts['test_documents']:,} passages. None of
 these queries and of the documents that answer them was a query or an answer in training, nor did one there nearly
 repeat them (80 % of three words in a row, of a passage or of a whole document).</p>
 <h2>All systems</h2><table><tr><th>system</th><th class=n>nDCG@10</th><th class=n>95 % interval</th>

@@ -24,11 +24,11 @@ from ..data.documents import (Passage, first_sentence, left_out, not_english, pa
 from ..data.prompts import LAYOUT_FILE
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
-from ..data.splitting import divide, group_rows, versions, write_exam
+from ..data.splitting import divide, group_rows, versions, write_test
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints, short_name
-from ..evaluation.exam import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one, sit_exam,
-                                       verdict, widest)
+from ..evaluation.held_out import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one,
+                                           score_systems, verdict, widest)
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
@@ -78,7 +78,7 @@ class Steps:
 
 # %% ../../nbs/release/09_adapt.ipynb #28a900ff
 # ours: with fewer, nothing can be told or learned
-FEWEST = dict(documents=10, exam_queries=20, dev_queries=10, train_pairs=16, words=5, sentences=50)
+FEWEST = dict(documents=10, test_queries=20, dev_queries=10, train_pairs=16, words=5, sentences=50)
 
 def at_home(recipe: Adapt) -> Adapt:
     "The recipe with ~ as the home folder, as a shell would write it."
@@ -92,8 +92,8 @@ def read_step(recipe: Adapt, part: Path) -> dict:
     passages, repeats = passages_of(documents, recipe.words)
     kept = len({passage.document for passage in passages})
     if kept < FEWEST["documents"]:
-        raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and the exam must ask "
-                         f"for some that training has not seen; give at least {FEWEST['documents']}, or one file a "
+        raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and the test set must "
+                         f"ask for some that training has not seen; give at least {FEWEST['documents']}, or one file a "
                          "chapter")
     write_lines(part/"passages.jsonl", (passage._asdict() for passage in passages))
     write_lines(part/"repeats.jsonl", repeats)
@@ -171,34 +171,34 @@ def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most
     return subset(whole, documents=most, seed=seed)
 
 def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
-    "Queries of the exam and of the development split; ValueError where the exam could tell nothing."
-    exam, dev = min(recipe.exam_queries, total//4), min(recipe.dev_queries, total//8)
-    wanted = dict(exam_queries=recipe.exam_queries, dev_queries=recipe.dev_queries,
+    "Queries of the test set and of the development split; ValueError where the test set could tell nothing."
+    test, dev = min(recipe.test_queries, total//4), min(recipe.dev_queries, total//8)
+    wanted = dict(test_queries=recipe.test_queries, dev_queries=recipe.dev_queries,
                   train_pairs=recipe.train_pairs or FEWEST["train_pairs"]) # 0: all there are
     for name, size in wanted.items():
         if size < FEWEST[name]:
             raise ValueError(f"{name}={size} are too few to tell or learn anything; ask for at least {FEWEST[name]}")
-    if exam < FEWEST["exam_queries"]:
-        raise ValueError(f"{total} queries leave an exam of {exam}, too small to tell anything: a difference of 10 "
+    if test < FEWEST["test_queries"]:
+        raise ValueError(f"{total} queries leave a test set of {test}, too small to tell anything: a difference of 10 "
                          f"points takes about {queries_needed(0.1)} queries, 5 points {queries_needed(0.05)}; the "
-                         "exam takes a fourth, so give more pairs or documents")
-    return [exam, dev]
+                         "test takes a fourth, so give more pairs or documents")
+    return [test, dev]
 
 def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count: rows that ask; others: sentences
-    "Rows of the exam, the development split and the rest; ValueError where documents are too large to be shared out."
+    "Rows of the test set, the development split and the rest; ValueError for documents too large to be shared out."
     queries = len({row["query"] for row in rows[:count]})
     sizes, share = part_sizes(queries, recipe), len({row["query"] for row in rows})/queries
     try: parts = divide(rows, marks, [round(size*share) for size in sizes], recipe.seed)
     except ValueError: parts = [[], [], []]
-    exam, dev, rest = ([n for n in part if n < count] for part in parts)
+    test, dev, rest = ([n for n in part if n < count] for part in parts)
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
-    if len({rows[n]["query"] for n in exam}) >= FEWEST["exam_queries"] and dev and rest:
-        if (asked := len({marks[n] for n in exam})) >= DOCUMENTS: return [exam, dev, rest]
-        raise ValueError(f"the exam would ask about {asked} documents, and fewer than {DOCUMENTS} tell nothing, "
+    if len({rows[n]["query"] for n in test}) >= FEWEST["test_queries"] and dev and rest:
+        if (asked := len({marks[n] for n in test})) >= DOCUMENTS: return [test, dev, rest]
+        raise ValueError(f"the test set would ask about {asked} documents, and fewer than {DOCUMENTS} tell nothing, "
                          "however many queries; give questions about more documents")
     most, count = Counter(marks).most_common(1)[0]
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
-                     f"the exam takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
+                     f"the test set takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
                      "several files, one a chapter, or give more documents")
 
 # %% ../../nbs/release/09_adapt.ipynb #5a3ed0c5
@@ -215,7 +215,7 @@ def same_documents(passages: list, repeats: list) -> dict: # document -> its nam
 
 def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences: list = [],
                repeats: list = []) -> dict:
-    "Exam, development split, training pairs, and the passages that negatives may come from."
+    "Test set, development split, training pairs, and the passages that negatives may come from."
     texts = [shown(passage, bool(recipe.pairs)) for passage in passages]
     numbers = [row["passage"] for row in [*pairs, *sentences]]
     same = same_documents(passages, repeats)
@@ -223,12 +223,12 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     answers = [texts[row["passage"]] for row in pairs] + [first_sentence(texts[row["passage"]])[1] for row in sentences]
     rows = [dict(query=row["query"], positives=[answer], negatives=[], instruction="", document_instruction="",
                  positive_scores=[], negative_scores=[]) for row, answer in zip([*pairs, *sentences], answers)]
-    exam, dev, rest = parted(rows, marks, len(pairs), recipe)
-    for name, chosen in (("exam", exam), ("dev", dev)):
-        made = as_set(name, rows, chosen, texts, numbers, recipe.exam_documents, recipe.seed)
-        write_exam(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
+    test, dev, rest = parted(rows, marks, len(pairs), recipe)
+    for name, chosen in (("test", test), ("dev", dev)):
+        made = as_set(name, rows, chosen, texts, numbers, recipe.test_documents, recipe.seed)
+        write_test(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
-    asked = [*exam, *dev]
+    asked = [*test, *dev]
     together = group_rows([rows[n] for n in asked], [marks[n] for n in asked]) # also by a query with two documents
     write_json(part/"documents.json", {f"q{asked[n]}": marks[asked[group[0]]] for group in together for n in group})
     held = {marks[n] for n in asked}
@@ -237,9 +237,9 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     surveyed = min(SURVEYED, max(300, 4*len(kept))) # enough to find near ones among
     write_pairs(part/"pairs", "pairs", [rows[n] for n in kept])
     write_lines(part/"pool.jsonl", (dict(text=text) for text in draw(pool, surveyed, recipe.seed)))
-    return dict(exam=len(read_retrieval(part/"exam").queries), dev=len(read_retrieval(part/"dev").queries),
+    return dict(test=len(read_retrieval(part/"test").queries), dev=len(read_retrieval(part/"dev").queries),
                 train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), surveyed),
-                exam_documents=len(read_retrieval(part/"exam").corpus))
+                test_documents=len(read_retrieval(part/"test").corpus))
 
 # %% ../../nbs/release/09_adapt.ipynb #9c836f72
 SHARE, ENOUGH, SEEDS = 0.6, 80, 2 # of the minutes for decoders; steps; trainings of each, time allowing; ours
@@ -323,7 +323,7 @@ def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # step
     return dict(steps=steps, seeds=max(1, min(SEEDS, fit//steps)))
 
 def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Path, size: dict,
-                 known: dict) -> dict: # size: of `size_step`; known: vectors, for `sit_exam`
+                 known: dict) -> dict: # size: of `size_step`; known: vectors, for `score_systems`
     "Train a decoder as far as was decided."
     from transformers import AutoConfig
     from anchor_nb.training.precision import auto_precision
@@ -356,7 +356,7 @@ def passages_in(steps: Steps) -> list:
     return [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
 
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
-    "Documents, pairs, exam and negatives."
+    "Documents, pairs, test and negatives."
     read = steps.run("read", lambda part: read_step(recipe, part),
                      documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
                      words=recipe.words, readers=readers())
@@ -370,7 +370,7 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
-    sizes = {name: getattr(recipe, name) for name in ("exam_queries", "dev_queries", "exam_documents", "train_pairs",
+    sizes = {name: getattr(recipe, name) for name in ("test_queries", "dev_queries", "test_documents", "train_pairs",
                                                       "seed")}
     split = steps.run("split", lambda part: split_step(recipe, part, passages, rows, sentences, repeats), ("pairs",),
                       **sizes)
@@ -416,7 +416,7 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval,
 
 # %% ../../nbs/release/09_adapt.ipynb #03588c6a
 def systems_of(candidates: dict) -> dict: # label -> `Candidate`
-    "What sits the exam: the yardsticks, each base as it is, each candidate."
+    "What is scored on the test set: the yardsticks, each base as it is, each candidate."
     there = {label: facts for label, facts in candidates.items() if "why" not in facts}
     systems = dict(bm25=Candidate("bm25", "bm25", library="bm25"),
                    minilm=Candidate("minilm", MINER, library="sentence-transformers"))
@@ -437,7 +437,7 @@ def without_rankings(sheet: dict) -> dict:
 HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training, and a base as it is
 
 def have_of(sheet: dict) -> list: # of labels
-    "What needs no training, of the systems that sat an exam."
+    "What needs no training, of the systems scored on a test set."
     return [label for label in sheet if label in HAVE or label.removesuffix(" + BM25").endswith(" untrained")]
 
 def choose_step(candidates: dict, dev: Retrieval, known: dict,
@@ -445,7 +445,7 @@ def choose_step(candidates: dict, dev: Retrieval, known: dict,
                 # scores: label -> nDCG@10; gains: label -> at least; weights; chosen
                ) -> dict:
     "The development split decides which candidate is delivered, and with which weight of BM25."
-    sheet = sit_exam(dev, systems_of(candidates), known=known)
+    sheet = score_systems(dev, systems_of(candidates), known=known)
     have = have_of(sheet)
     scores = {label: system["score"] for label, system in sheet.items() if label not in have}
     same = lambda label: sheet[label]["values"] in [sheet[other]["values"] for other in have]
@@ -454,14 +454,14 @@ def choose_step(candidates: dict, dev: Retrieval, known: dict,
     weights = {label.removesuffix(" + BM25"): system["weight"] for label, system in sheet.items() if "weight" in system}
     return dict(scores=scores, gains=gains, weights=weights, chosen=max(gains, key=gains.get))
 
-def exam_step(candidates: dict, exam: Retrieval, chosen: str, weights: dict, known: dict, documents: dict) -> dict:
-    "The exam, the verdict and the queries that changed most."
-    sheet = sit_exam(exam, systems_of(candidates), known=known, weights=weights)
-    judge = lambda label: verdict(sheet, label, have_of(sheet), {query: documents[query] for query in exam.queries})
+def judge_step(candidates: dict, test: Retrieval, chosen: str, weights: dict, known: dict, documents: dict) -> dict:
+    "Scores on the test set, the verdict and the queries that changed most."
+    sheet = score_systems(test, systems_of(candidates), known=known, weights=weights)
+    judge = lambda label: verdict(sheet, label, have_of(sheet), {query: documents[query] for query in test.queries})
     decision = judge(chosen)
     verdicts = {label: judge(label) for label, facts in candidates.items() if "why" not in facts}
     return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts,
-                **widest(sheet, chosen, decision["against"], exam))
+                **widest(sheet, chosen, decision["against"], test))
 
 # %% ../../nbs/release/09_adapt.ipynb #323d5578
 def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentences
@@ -478,14 +478,14 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         asked = f" and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator}"
         lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links"
                      f"{asked*bool(pairs['questions'])} found their passage again.")
-        lines.append("The exam asks these. The model learned from first sentences, which ask for what follows them.")
+        lines.append("These are its test queries. The model learned from first sentences, which ask for what follows.")
     else:
         lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
         if read["passages"] > read["documents"]:
             lines.append("Where a pair names a document of several passages, the one in which BM25 finds most of the "
                          "query counts as the answer, which favours BM25.")
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
-                 f"mined; chosen on {split['dev']} queries, judged on {split['exam']}.")
+                 f"mined; chosen on {split['dev']} queries, judged on {split['test']}.")
     for label, facts in candidates.items():
         if facts.get("share") == 0:
             lines.append(f"{label} equals what it was before: training did not improve it on the development split, so "
@@ -499,16 +499,16 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
             lines.append(f"{label} was examined with weights in bf16, which is faster on this machine.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
-def passed_over(result: dict, dev: int) -> list: # of the exam; queries of the development split; -> sentences
-    "Candidates that scored higher in the exam than the one that the development split chose."
+def passed_over(result: dict, dev: int) -> list: # of the test set; queries of the development split; -> sentences
+    "Candidates that scored higher on the test set than the one that the development split chose."
     gain, chosen = result["verdict"]["difference"], result["verdict"]["delivered"]
-    return [f"{label} scored {other['difference'] - gain:.1f} points higher in the exam than what was chosen "
+    return [f"{label} scored {other['difference'] - gain:.1f} points higher on the test set than what was chosen "
             f"({other['low']:+.1f} to {other['high']:+.1f} against {other['against']}). The development split of {dev} "
-            "queries had preferred another, and choosing by the exam would flatter the winner: raise dev_queries."
+            "queries had preferred another, and choosing on the test set would flatter the winner: raise dev_queries."
             for label, other in result["each"].items() if label != chosen and other["difference"] > max(gain, 0)]
 
 # %% ../../nbs/release/09_adapt.ipynb #635aab3f
-def without_training(systems: dict, documents: dict = {}) -> list: # as of `exam_step`; -> sentences
+def without_training(systems: dict, documents: dict = {}) -> list: # as of `judge_step`; -> sentences
     "What MiniLM and BM25 gain by being used together, where that is the best of what needs no training."
     both = HAVE[-1]
     if best_of(systems, have_of(systems)) != both: return []
@@ -534,7 +534,7 @@ def parameters_of(model: str) -> int:
             total += sum(math.prod(held.get_slice(name).get_shape()) for name in held.keys())
     return total
 
-def beside(systems: dict, candidates: dict) -> dict: # systems: of the exam
+def beside(systems: dict, candidates: dict) -> dict: # systems: of the test set
     "Scores with the size of each model and the minutes of its training."
     bases = {Path(facts["base"]).name: facts["base"] for facts in candidates.values()}
     for label, system in systems.items():
@@ -581,7 +581,7 @@ Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not see
 TOGETHER = """
 
 Search with it together with BM25, whose weight is {weight:g}, in `passages.jsonl` beside this folder, which has the
-texts as the exam searched them. `anchor-nb search` and `serve` do so by themselves; in Python:
+texts as in the test set. `anchor-nb search` and `serve` do so by themselves; in Python:
 `anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`."""
 
 def shown_target(recipe: Adapt) -> str:
@@ -589,7 +589,7 @@ def shown_target(recipe: Adapt) -> str:
     return Path(public(recipe.out, Path()), "model").as_posix()
 
 def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: list, chosen: str) -> dict:
-    "The model in the layout of sentence-transformers, with a card that says what the exam found."
+    "The model in the layout of sentence-transformers, with a card that says what the test set found."
     exported = export_with_card(winner["model"], str(part/"model"), name=shown_target(recipe))
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
     better = result["verdict"]["sentence"].removeprefix("Better than what you have: ")
@@ -622,7 +622,7 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
         set_aside(target)
         return ""
     winner = candidates[chosen.removesuffix(" + BM25")]
-    steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("exam",),
+    steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("test",),
               target=shown_target(recipe), notes=notes)
     if "export" in steps.fresh: set_aside(target)
     with new_folder(target) as part: shutil.copytree(steps.folder("export"), part, dirs_exist_ok=True,
@@ -670,7 +670,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
 
     Returns:
         What `<out>/adapt.json` holds and `<out>/verdict.html` shows. `model` is the exported folder, empty where the
-        exam did not find the model better. Finished steps are not repeated.
+        test did not find the model better. Finished steps are not repeated.
 
     Raises:
         ValueError, FileNotFoundError: documents or pairs that cannot be used, before anything is trained.
@@ -680,9 +680,9 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     facts = prepared(recipe, steps)
     rows = with_negatives([row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table],
                           [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")], recipe.seed)
-    exam, dev = (read_retrieval(steps.folder("split")/name) for name in ("exam", "dev"))
+    test, dev = (read_retrieval(steps.folder("split")/name) for name in ("test", "dev"))
     documents = read_json(steps.folder("split")/"documents.json") # query -> what it is about
-    known = {} # vectors, so that the development split and the exam embed their common passages once
+    known = {} # vectors, so that the development split and the test set embed their common passages once
     candidates = trained(recipe, steps, rows, dev, known)
     names = tuple(name for name in steps.keys if name.startswith("train-"))
     curve = steps.run("curve", lambda part: curve_step(recipe, rows, dev, candidates[f"{MINER} tuned"]),
@@ -690,7 +690,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     choice = steps.run("choose", lambda part: choose_step(candidates, dev, known, documents), names)
     chosen, weights = choice["chosen"], choice["weights"]
     made = facts["pairs"]["made"]
-    judged = steps.run("exam", lambda part: exam_step(candidates, exam, chosen, weights, known, documents),
+    judged = steps.run("test", lambda part: judge_step(candidates, test, chosen, weights, known, documents),
                        ("choose",))
     notes = notes_of(recipe, facts, candidates)
     listed = ", ".join(f"{weight:g} beside {label}" for label, weight in weights.items())
@@ -700,7 +700,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     grown = {int(size): score for size, score in curve.items()}
     best = judged["systems"][judged["verdict"]["against"]]["score"]
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
-                  exam_documents=facts["split"]["exam_documents"], facts=facts, seconds=steps.seconds, model=model,
+                  test_documents=facts["split"]["test_documents"], facts=facts, seconds=steps.seconds, model=model,
                   advice=advice(grown, made, judged["verdict"], best) + passed_over(judged, facts["split"]["dev"])
                   + without_training(judged["systems"], documents), keep=to_keep(judged, candidates),
                   **judged | dict(systems=beside(judged["systems"], candidates)))
@@ -736,7 +736,7 @@ def outlook_row(step: str, what: str, minutes: float = 0.0, memory: float = 0.0)
 # %% ../../nbs/release/09_adapt.ipynb #7d41c0e2
 def training_rows(recipe: Adapt, tuning: float, # minutes of MiniLM; so are `searched`, one pass over the passages
                   searched: float, tokens: float) -> tuple: # tokens: of a passage
-    "The lines of all trainings, and the passes over the passages that the exam takes, in units of MiniLM."
+    "The lines of all trainings, and the passes over the passages that the test set takes, in units of MiniLM."
     from anchor_nb.training.flops import find_shape
     from anchor_nb.training.precision import cpu_gain
     lines, systems = [], 0.0
@@ -774,26 +774,26 @@ def outlook(recipe: Adapt) -> list: # of lines
         pairs += min(recipe.questions, len(passages))
         what = (f"{pairs:,} titles, links and questions at most; only those with which MiniLM finds the passage again "
                 "are kept, often far fewer")
-    exam, dev = part_sizes(pairs, recipe)
-    left = pairs - exam - dev if recipe.pairs else len(sentence_pairs(passages))
+    test, dev = part_sizes(pairs, recipe)
+    left = pairs - test - dev if recipe.pairs else len(sentence_pairs(passages))
     train = min(recipe.train_pairs or left, left)
     minutes = encoder_seconds([shown(passage, bool(recipe.pairs)) for passage in passages])/60
     lines += [outlook_row("pairs", what),
-              outlook_row("split", f"exam {exam} queries, development {dev}, training {train:,} pairs at most")]
+              outlook_row("split", f"test {test} queries, development {dev}, training {train:,} pairs at most")]
     lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
-    searched = minutes/6*min(len(passages), recipe.exam_documents or len(passages)) # by MiniLM, of one part
+    searched = minutes/6*min(len(passages), recipe.test_documents or len(passages)) # by MiniLM, of one part
     tuning = minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched
     tokens = fmean(min(256, 1.4*len(passage.text.split())) for passage in passages)
     trainings, systems = training_rows(recipe, tuning, searched, tokens)
     lines += trainings
     if recipe.curve:
         lines.append(outlook_row("curve", "a fourth and half of the pairs", minutes*recipe.epochs*0.75*train))
-    lines.append(outlook_row("exam", "all systems, alone and with BM25", systems*searched))
+    lines.append(outlook_row("test", "all systems, alone and with BM25", systems*searched))
     lines.append(outlook_row("export", "OUT/model with a card, if it is better; OUT/verdict.html"))
     told = []
     if (Path(recipe.out)/"model").exists():
         told.append("OUT/model is there; if the outcome differs, it is kept as OUT/model.before-1 or the next number")
     if tuning > recipe.minutes:
         told.append(f"minutes={recipe.minutes:g} limits language models only; fewer train_pairs, epochs or "
-                    f"exam_documents shorten train-{MINER}")
+                    f"test_documents shorten train-{MINER}")
     return lines + [outlook_row("", text) for text in told]

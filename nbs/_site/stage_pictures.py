@@ -11,9 +11,9 @@ STAGES = Path(__file__).resolve().parent.parent/"stages"
 # stage -> boxes from left to right, each a heading and its lines; the last is what the stage writes
 BOXES = dict(
     adapt=[("documents, pairs", "a folder or a table;", "pairs are made if need be"),
-           ("set aside", "an exam by document,", "no near-duplicates"),
+           ("set aside", "a test set by document,", "no near-duplicates"),
            ("train", "MiniLM and a decoder,", "mined negatives"),
-           ("exam", "beside BM25, MiniLM,", "and both fused"), ("out", "verdict.html", "model/, if it is better")],
+           ("test", "beside BM25, MiniLM,", "and both fused"), ("out", "verdict.html", "model/, if it is better")],
     prepare=[("packages", "pinned versions,", "checked by hash"), ("prepare", "fetch, deduplicate,", "split, sample"),
              ("out", "pairs/: training data", "eval/: evaluation sets")],
     mine=[("data, corpus", "pairs, and texts", "to choose from"), ("search", "encode, or BM25;", "rank for each query"),

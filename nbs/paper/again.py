@@ -120,14 +120,14 @@ def prepared(name, dev=False):
         asked = out if name != "village" else out[:50] if dev else out[50:]
         return folder/"pairs", out, [(row["query"], k) for k, row in enumerate(asked)], [
             row["positive"] for row in asked]
-    exam = build_corpus(name)/"eval"
-    documents = {row["_id"]: row["text"] for row in rows_of(exam/"corpus.jsonl")}
+    test = build_corpus(name)/"eval"
+    documents = {row["_id"]: row["text"] for row in rows_of(test/"corpus.jsonl")}
     places, judged = {key: place for place, key in enumerate(documents)}, {}
-    for line in (exam/"qrels.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+    for line in (test/"qrels.tsv").read_text(encoding="utf-8").splitlines()[1:]:
         query, document, _ = line.split("\t")
         assert query not in judged, "one document a query"
         judged[query] = places[document]
-    asked = [(row["text"], judged[row["_id"]]) for row in rows_of(exam/"queries.jsonl")]
+    asked = [(row["text"], judged[row["_id"]]) for row in rows_of(test/"queries.jsonl")]
     return folder/"pairs", out, asked, list(documents.values())
 
 

@@ -41,7 +41,7 @@ ARMS = dict(A=dict(carry_pairs=200), B=BAGS | dict(carry_pairs=0), W=None)
 COMMON = dict(precision="bf16", save_steps=0)
 
 
-def exam():
+def held_out():
     "The demo's [(query, its document's place)], and its documents."
     from anchor_nb.data.corpora import build_corpus
     from anchor_nb.data.retrieval_sets import read_retrieval, subset
@@ -103,7 +103,7 @@ def contrasts(rows):
 
 def main(*seeds):
     "Every arm of the seeds, those that are finished left out."
-    data, last = exam(), dict(A=STEPS, B=STEPS, W=EQUAL)
+    data, last = held_out(), dict(A=STEPS, B=STEPS, W=EQUAL)
     for seed in map(int, seeds or again.SEEDS):
         for arm in ARMS:
             done = any((row["arm"], row["seed"], row["step"]) == (arm, seed, last[arm])

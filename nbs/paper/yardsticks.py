@@ -1,4 +1,4 @@
-"""What a rung of again.py stands beside, on its own exam: BM25, and all-MiniLM-L6-v2 as it is and tuned.
+"""What a rung of again.py stands beside, on its own test set: BM25, and all-MiniLM-L6-v2 as it is and tuned.
 
     python nbs/paper/yardsticks.py village
     python nbs/paper/yardsticks.py gpu tuned  # MiniLM on as many of the same pairs as stage II reads, seven seeds
@@ -17,19 +17,19 @@ RATES = (2e-5, 1e-4, 3e-4)
 
 
 def untuned(rung):
-    "Write a rung's exam as a folder, score it, and keep a row for each yardstick."
+    "Write a rung's test as a folder, score it, and keep a row for each yardstick."
     from anchor_nb.experiments.stages import run_stage
     _, _, asked, documents = again.prepared(again.RUNGS[rung]["data"])
     name = again.RUNGS[rung]["data"]
-    exam = again.ROOT/"yardsticks"/name
-    exam.mkdir(parents=True, exist_ok=True)
+    test = again.ROOT/"yardsticks"/name
+    test.mkdir(parents=True, exist_ok=True)
     lines = {"corpus.jsonl": [json.dumps({"_id": f"d{place}", "text": text}) for place, text in enumerate(documents)],
              "queries.jsonl": [json.dumps({"_id": f"q{place}", "text": text}) for place, (text, _) in enumerate(asked)],
              "qrels.tsv": ["query-id\tcorpus-id\tscore", *(f"q{place}\td{right}\t1"
                                                           for place, (_, right) in enumerate(asked))]}
-    for file, rows in lines.items(): (exam/file).write_text("\n".join(rows) + "\n", encoding="utf-8")
-    run_stage("evaluate", dict(models={}, tasks=[str(exam)], out=f"{exam}-scores", instructions="none"))
-    for row in again.rows_of(f"{exam}-scores/ledger.jsonl"):
+    for file, rows in lines.items(): (test/file).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    run_stage("evaluate", dict(models={}, tasks=[str(test)], out=f"{test}-scores", instructions="none"))
+    for row in again.rows_of(f"{test}-scores/ledger.jsonl"):
         if row["metric"] == "ndcg_at_10":
             again.keep("again-yardsticks.jsonl", dict(data=name, model=row["label"], queries=len(asked),
                                                       ndcg_at_10=round(100*row["value"], 3), documents=len(documents),

@@ -1,6 +1,6 @@
 """The runs behind the study of `adapt`, one call each; rows go to nbs/results/adapt/rows.jsonl.
 
-    python nbs/studies/adapt_runs.py foldoc seed=1 base=minilm,smollm2-135m exam_documents=0
+    python nbs/studies/adapt_runs.py foldoc seed=1 base=minilm,smollm2-135m test_documents=0
     python nbs/studies/adapt_runs.py debian draw=2 seed=2 base=minilm    # texts 2,400 to 3,600 of a corpus
     python nbs/studies/adapt_runs.py wordnet pairs=no seed=0 base=minilm # documents only
     python nbs/studies/adapt_runs.py kinds debian                        # which made queries to learn from
@@ -8,7 +8,7 @@
     python nbs/studies/adapt_runs.py seeds wordnet fp32 0 1 2            # the decoder again on the pairs of a run
     python nbs/studies/adapt_runs.py again debian warmed 1 2             # from the definitions, or `taught` by MiniLM
     python nbs/studies/adapt_runs.py memory                              # what tuning MiniLM holds, with both losses
-    python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of all exams
+    python nbs/studies/adapt_runs.py halves                              # two rules of choosing, on halves of test sets
     python nbs/studies/adapt_runs.py fusion                              # two ways to put BM25 beside MiniLM
     python nbs/studies/adapt_runs.py averages                            # weights of before and after training
 
@@ -54,8 +54,8 @@ def target(name, root, own, draw=0):
     write(root/"pairs.jsonl", [dict(query=row["query"], positive=row["id"]) for row in rows])
 
 
-def real_exam(root):
-    "The queries of a corpus as an exam."
+def real_test(root):
+    "The queries of a corpus as a test set."
     from anchor_nb.data.retrieval_sets import Retrieval
     documents, pairs = ([json.loads(line) for line in open(root/f"{file}.jsonl", encoding="utf-8")]
                         for file in ("documents", "pairs"))
@@ -67,12 +67,12 @@ def real_exam(root):
 def real_queries(root, out):
     "BM25, MiniLM as it is and tuned without pairs, on the queries of the corpus: scores, and gains on MiniLM."
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import sit_exam, verdict
-    exam = real_exam(root)
+    from anchor_nb.evaluation.held_out import score_systems, verdict
+    test = real_test(root)
     systems = {label: Candidate(label, source, library="sentence-transformers")
                for label, source in (("minilm", "minilm"), ("minilm tuned", str(out/"steps/train-minilm/model")))}
     weights = json.loads((out/"steps/choose/step.json").read_text(encoding="utf-8"))["facts"]["weights"]
-    sheet = sit_exam(exam, dict(bm25=Candidate("bm25", "bm25", library="bm25")) | systems, weights=weights)
+    sheet = score_systems(test, dict(bm25=Candidate("bm25", "bm25", library="bm25")) | systems, weights=weights)
     return dict(scores={label: system["score"] for label, system in sheet.items()}, weights=weights,
                 tuned=verdict(sheet, "minilm tuned", ["minilm"]), fused=verdict(sheet, "minilm + BM25", ["minilm"]))
 
@@ -81,19 +81,19 @@ def kinds(name, rate=5e-5):
     "MiniLM after an epoch on each kind of made query, on the queries of the corpus."
     from anchor_nb.data.documents import first_sentence
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import score_one, verdict
-    from anchor_nb.evaluation.exam import opened as examined
+    from anchor_nb.evaluation.held_out import score_one, verdict
+    from anchor_nb.evaluation.held_out import opened as examined
     from anchor_nb.release.adapt import read_lines
     from anchor_nb.training.encoders import fit, opened
     root, steps = Path("runs/adapt")/name/"made", Path("runs/adapt")/name/"adapted-made-0/steps"
-    exam, made, titles = real_exam(root), {}, set()
+    test, made, titles = real_test(root), {}, set()
     passages = [row["text"] for row in read_lines(steps/"read/passages.jsonl")]
     titles = {row["title"] for row in read_lines(steps/"read/passages.jsonl")}
     for row in read_lines(steps/"pairs/pairs.jsonl"):
         kind = "titles" if row["query"] in titles else "questions"
         made.setdefault(kind, []).append((row["query"], passages[row["passage"]]))
     made["sentences"] = [first_sentence(passages[row["passage"]]) for row in read_lines(steps/"pairs/sentences.jsonl")]
-    score = lambda source: score_one(examined(Candidate(source, source, library="sentence-transformers")), exam)
+    score = lambda source: score_one(examined(Candidate(source, source, library="sentence-transformers")), test)
     plain = score("minilm")
     for kind, pairs in made.items():
         encoder, folder = opened("minilm", 256), Path("runs/adapt")/name/f"kind-{kind}"
@@ -130,9 +130,9 @@ def main(name, *settings):
 
 
 def differences(out):
-    "All candidates against MiniLM and against each other, over the queries of an exam."
+    "All candidates against MiniLM and against each other, over the queries of a test set."
     from anchor_nb.evaluation.significance import paired_bootstrap
-    systems, rows = json.loads((out/"steps/exam/step.json").read_text(encoding="utf-8"))["facts"]["systems"], []
+    systems, rows = json.loads((out/"steps/test/step.json").read_text(encoding="utf-8"))["facts"]["systems"], []
     names = [name for name in systems if name == "minilm" or name.endswith(" tuned")]
     for k, first in enumerate(names):
         for second in names[:k]:
@@ -143,11 +143,11 @@ def differences(out):
 
 
 def halves(splits=400):
-    "Choose a candidate by one half of an exam, by its mean or by the lower end of its gain, and judge it by the other."
+    "Choose by one half of a test set, by the mean or by the lower end of the gain, and judge the choice by the other."
     import numpy as np
     from anchor_nb.release.adapt import HAVE
     rng, rows = np.random.default_rng(0), []
-    for path in sorted(Path("runs/adapt").glob("*/*/steps/exam/step.json")):
+    for path in sorted(Path("runs/adapt").glob("*/*/steps/test/step.json")):
         systems = json.loads(path.read_text(encoding="utf-8"))["facts"]["systems"]
         values = {name: np.array([system["values"][query] for query in sorted(system["values"])])
                   for name, system in systems.items()}
@@ -179,10 +179,10 @@ def reciprocal(*rankings, k=60): # query -> document -> score; k: Cormack et al.
 
 
 def fusion():
-    "MiniLM with BM25 beside it in the exams of three targets and seeds: reciprocal ranks, and added scores."
+    "MiniLM with BM25 beside it on the test sets of three targets and seeds: reciprocal ranks, and added scores."
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import Ranked, score_one, sit_exam
+    from anchor_nb.evaluation.held_out import Ranked, score_one, score_systems
     from anchor_nb.release.adapt import Steps, prepared
     systems, rows = dict(bm25=Candidate("bm25", "bm25", library="bm25"),
                          minilm=Candidate("minilm", "minilm", library="sentence-transformers")), []
@@ -192,11 +192,11 @@ def fusion():
         for seed in range(3):
             steps = Steps(f"runs/adapt/{name}/fusion-{seed}")
             prepared(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl"), out=str(steps.out),
-                           exam_documents=0, seed=seed), steps)
-            dev, exam = (read_retrieval(steps.folder("split")/part) for part in ("dev", "exam"))
-            weight = sit_exam(dev, systems)["minilm + BM25"]["weight"]
-            sheet = sit_exam(exam, systems, weights=dict(minilm=weight))
-            ranks = score_one(Ranked("ranks", reciprocal(sheet["bm25"]["ranking"], sheet["minilm"]["ranking"])), exam)
+                           test_documents=0, seed=seed), steps)
+            dev, test = (read_retrieval(steps.folder("split")/part) for part in ("dev", "test"))
+            weight = score_systems(dev, systems)["minilm + BM25"]["weight"]
+            sheet = score_systems(test, systems, weights=dict(minilm=weight))
+            ranks = score_one(Ranked("ranks", reciprocal(sheet["bm25"]["ranking"], sheet["minilm"]["ranking"])), test)
             scores = dict(bm25=sheet["bm25"], minilm=sheet["minilm"], ranks=ranks, added=sheet["minilm + BM25"])
             rows.append(dict(target=name, seed=seed, weight=weight, code=code_version(),
                              **{way: round(100*system["score"], 2) for way, system in scores.items()}))
@@ -205,14 +205,14 @@ def fusion():
 
 
 def averages():
-    """MiniLM as it is, tuned and averaged, alone and with BM25, in the exams of draws 1 to 3.
+    """MiniLM as it is, tuned and averaged, alone and with BM25, on the test sets of draws 1 to 3.
 
     The development split chooses share and weight. What was saved is an average; the tuned weights follow from it.
     Rows that are there already stay.
     """
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import best_of, sit_exam, verdict
+    from anchor_nb.evaluation.held_out import best_of, score_systems, verdict
     from anchor_nb.training.encoders import SHARES, mix, opened, weights_of
     gain = lambda sheet, label, other: {name: round(value, 2) for name, value in verdict(sheet, label, [other]).items()
                                         if name in ("difference", "low", "high")}
@@ -221,7 +221,7 @@ def averages():
     for path in sorted(Path("runs/adapt").glob("*-?/adapted-own-*/steps")):
         models, (name, draw) = {"0": "minilm"}, path.parts[2].split("-")
         there = any((row["target"], row["draw"]) == (name, int(draw)) for row in rows)
-        if there or not (path/"exam/step.json").is_file(): continue # or not finished
+        if there or not (path/"test/step.json").is_file(): continue # or not finished
         encoder, saved = opened("minilm", 256), weights_of(opened(str(path/"train-minilm/model"), 256))
         before = weights_of(encoder)
         mix(encoder, before, saved, 1/json.loads((path/"train-minilm/step.json").read_text())["facts"]["share"])
@@ -232,16 +232,16 @@ def averages():
             encoder.save_pretrained(models[f"{share:g}"], create_model_card=False)
         systems, known = dict(bm25=Candidate("bm25", "bm25", library="bm25")), {}
         systems |= {share: Candidate(share, model, library="sentence-transformers") for share, model in models.items()}
-        dev = sit_exam(read_retrieval(path/"split/dev"), systems, known=known)
+        dev = score_systems(read_retrieval(path/"split/dev"), systems, known=known)
         weights = {share: dev[f"{share} + BM25"]["weight"] for share in models}
-        exam = sit_exam(read_retrieval(path/"split/exam"), systems, known=known, weights=weights)
+        test = score_systems(read_retrieval(path/"split/test"), systems, known=known, weights=weights)
         row = dict(target=name, draw=int(draw), seed=int(path.parts[3].rpartition("-")[2]),
                    **{part: {label: round(100*system["score"], 2) for label, system in sheet.items()}
-                      for part, sheet in (("dev", dev), ("exam", exam))})
+                      for part, sheet in (("dev", dev), ("test", test))})
         for way, words in (("alone", ""), ("with_bm25", " + BM25")):
             chosen = best_of(dev, [share + words for share in models])
-            row[way] = dict(chosen=chosen.removesuffix(" + BM25"), on_minilm=gain(exam, chosen, f"0{words}"),
-                            on_tuned=gain(exam, chosen, f"1{words}"))
+            row[way] = dict(chosen=chosen.removesuffix(" + BM25"), on_minilm=gain(test, chosen, f"0{words}"),
+                            on_tuned=gain(test, chosen, f"1{words}"))
         rows.append(row | dict(code=code_version()))
         print(rows[-1], flush=True)
         write(kept, sorted(rows, key=lambda row: (row["target"], row["draw"])))
@@ -252,7 +252,7 @@ def seeds(name, precision, *numbers):
     from anchor_nb import Stage2, train
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import opened, score_one
+    from anchor_nb.evaluation.held_out import opened, score_one
     place = Path("runs/adapt")/name/"adapted-own-0"
     pairs = max(place.glob("runs/smollm2-135m-*/pairs/pairs.jsonl"), key=lambda path: path.stat().st_mtime)
     began = json.loads((pairs.parent.parent/"run/run.json").read_text(encoding="utf-8"))["recipe"]
@@ -283,13 +283,13 @@ def warm(steps=400):
 
 
 def again(name, way, *numbers):
-    """The decoder of finished runs once more, in the same exams: `warmed`, from the definitions, or `taught`, with the
+    """The decoder of finished runs once more, on the same test sets: `warmed`, from the definitions, or `taught`, by
     scores of the tuned MiniLM beside InfoNCE."""
     from anchor_nb import Stage2, train
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.data.rows import load_pairs
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.exam import opened, score_one, verdict
+    from anchor_nb.evaluation.held_out import opened, score_one, verdict
     from anchor_nb.inference.filtering import filter_pairs
     from anchor_nb.release.adapt import BATCH, best_snapshot, decoder_step
     base, before = warm() if way == "warmed" else "", {}
@@ -300,7 +300,7 @@ def again(name, way, *numbers):
         place = Path("runs/adapt")/name/f"adapted-own-{seed}"
         facts = json.loads((place/"steps/train-smollm2-135m/step.json").read_text(encoding="utf-8"))["facts"]
         pairs, steps = Path(facts["run"]).with_name("pairs"), facts["steps"]
-        dev, exam = (read_retrieval(place/"steps/split"/part) for part in ("dev", "exam"))
+        dev, test = (read_retrieval(place/"steps/split"/part) for part in ("dev", "test"))
         out, began = Path("runs/adapt")/f"{way}-{name}-{seed}", time.process_time()
         if way == "warmed":
             rows = [row for table in load_pairs(str(pairs)).values() for row in table]
@@ -316,11 +316,11 @@ def again(name, way, *numbers):
             made = best_snapshot(str(out/"run"), dev, facts["precision"], {})
             model = made["model"]
         took = (time.process_time() - began)/60
-        sheet = json.loads((place/"steps/exam/step.json").read_text(encoding="utf-8"))["facts"]["systems"]
-        sheet[way] = score_one(opened(Candidate(way, str(model), precision=facts["precision"])), exam)
+        sheet = json.loads((place/"steps/test/step.json").read_text(encoding="utf-8"))["facts"]["systems"]
+        sheet[way] = score_one(opened(Candidate(way, str(model), precision=facts["precision"])), test)
         ends = ("difference", "low", "high")
         row = dict(target=name, way=way, seed=seed, steps=steps, snapshots=made["snapshots"],
-                   exam={label: round(100*sheet[label]["score"], 2) for label in
+                   test={label: round(100*sheet[label]["score"], 2) for label in
                          ("minilm", "minilm tuned", "smollm2-135m tuned", way)}, cpu_minutes=round(took, 1), **before,
                    **{f"on_{other}": {end: round(gain[end], 2) for end in ends}
                       for other, label in (("decoder", "smollm2-135m tuned"), ("minilm_tuned", "minilm tuned"))
@@ -363,7 +363,7 @@ def memory():
 
 
 def negatives(name, rate=1e-4, epochs=3):
-    "MiniLM on a target's pairs without negatives and with mined ones; scores of the exam, and of each epoch before it."
+    "MiniLM on a target's pairs without negatives and with mined ones; scores on the test set, and of each epoch."
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.data.rows import load_pairs
     from anchor_nb.release.adapt import Steps, prepared, read_lines, with_negatives
@@ -372,16 +372,16 @@ def negatives(name, rate=1e-4, epochs=3):
     target(name, root, True)
     steps = Steps(root/"negatives")
     prepared(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl"), out=str(steps.out),
-                   exam_documents=0), steps)
+                   test_documents=0), steps)
     mined = [row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table]
     pool = [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")]
-    dev, exam = (evaluator_of(read_retrieval(steps.folder("split")/part)) for part in ("dev", "exam"))
+    dev, test = (evaluator_of(read_retrieval(steps.folder("split")/part)) for part in ("dev", "test"))
     for kind, rows in dict(none=[row | dict(negatives=[]) for row in mined],
                            mined=with_negatives(mined, pool, 0)).items():
         encoder = opened("minilm", 256)
         scores = fit(encoder, rows, dev, rate, epochs, 32, 0)
         row = dict(target=name, negatives=kind, rate=rate, pairs=len(rows), epochs=scores,
-                   exam=round(float(exam(encoder)[SCORE]), 4), code=code_version())
+                   test=round(float(test(encoder)[SCORE]), 4), code=code_version())
         with open("nbs/results/adapt/negatives.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)

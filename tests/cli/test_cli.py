@@ -252,8 +252,8 @@ def stubbed(monkeypatch, tmp_path):
 
 
 def test_what_to_type_after_a_split_can_be_copied(stubbed):
-    shown = invoke("split", "x", "--out", "my exam").stdout
-    assert "--data 'my exam/pairs' --out" in shown and "--task 'my exam/exam'\n" in shown
+    shown = invoke("split", "x", "--out", "my split").stdout
+    assert "--data 'my split/pairs' --out" in shown and "--task 'my split/test'\n" in shown
 
 
 @pytest.mark.parametrize("name", WITH_JSON)

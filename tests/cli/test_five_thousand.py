@@ -29,7 +29,7 @@ def commands() -> list:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    "A folder with glossary.csv, and the exam without which the search would have nothing to read."
+    "A folder with glossary.csv, and the test set without which the search would have nothing to read."
     folder = tmp_path_factory.mktemp("five_thousand")
     with open(folder/"glossary.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)

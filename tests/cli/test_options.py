@@ -82,7 +82,7 @@ def test_a_command_to_copy_is_quoted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = "".join(f"Who is {n}00{n}?,It is number {n}11\n" for n in range(60))
     Path("faq.csv").write_text(f"query,positive\n{rows}")
-    assert "next: anchor-nb stage2 --data 'my exam/pairs' --out" in invoke("split", "faq.csv", "-o", "my exam").output
+    assert "next: anchor-nb stage2 --data 'my split/pairs' --out" in invoke("split", "faq.csv", "-o", "my split").output
 
 
 @pytest.mark.parametrize("words, message", [

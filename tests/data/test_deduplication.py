@@ -179,11 +179,11 @@ def test_columns_that_would_lose_a_negative_are_refused_before_the_search(tmp_pa
     rows = [dict(query=f"q{n}", positive=f"the answer number {n}", negative=text if n else "another text")
             for n in range(2)]
     (tmp_path/"rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path/"exam").mkdir()
-    (tmp_path/"exam/corpus.jsonl").write_text(json.dumps(dict(_id="d", title="", text=text)))
-    (tmp_path/"exam/queries.jsonl").write_text(json.dumps(dict(_id="q", text="what burned?")))
-    (tmp_path/"exam/qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\n")
-    given = dict(against=[str(tmp_path/"exam")], remove="documents")
+    (tmp_path/"test").mkdir()
+    (tmp_path/"test/corpus.jsonl").write_text(json.dumps(dict(_id="d", title="", text=text)))
+    (tmp_path/"test/queries.jsonl").write_text(json.dumps(dict(_id="q", text="what burned?")))
+    (tmp_path/"test/qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td\t1\n")
+    given = dict(against=[str(tmp_path/"test")], remove="documents")
     with pytest.raises(ValueError, match="rows, row 1 would lose a negative"):
         dedup_pairs(str(tmp_path/"rows.jsonl"), str(tmp_path/"out"), format="columns", **given)
     assert not (tmp_path/"out").exists()

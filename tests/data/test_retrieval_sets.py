@@ -115,14 +115,14 @@ def write_beir(folder, form=".jsonl", qrels="qrels/test.tsv"):
 @pytest.mark.parametrize("form", [".jsonl", ".jsonl.gz", ".parquet", ".jsonl.numbers"])
 @pytest.mark.parametrize("qrels", TABLES)
 def test_standard_folders_need_no_task_json(tmp_path, form, qrels):
-    task = read_retrieval(write_beir(tmp_path/"exam", form, qrels))
+    task = read_retrieval(write_beir(tmp_path/"test", form, qrels))
     assert (task.corpus, task.queries) == ({"d1": "T one", "2": "two"}, {"q1": "first", "q2": "second"})
     assert task.qrels == {"q1": {"d1": 1}, "q2": {"2": 0, "d1": 2}} and task.instruction == ""
-    assert task.name == ("exam-dev" if "dev" in qrels else "exam") and task.source.endswith(qrels)
+    assert task.name == ("test-dev" if "dev" in qrels else "test") and task.source.endswith(qrels)
 
 
 def test_the_split_is_test_or_the_only_one_or_asked_for(tmp_path):
-    folder = write_beir(tmp_path/"exam")
+    folder = write_beir(tmp_path/"test")
     (folder/"qrels/dev.tsv").write_text(HEADED + "q1\td1\t1\n")
     assert [list(read_retrieval(f"{folder}{split}").queries) for split in ("", ":test", ":dev")] == [
         ["q1", "q2"], ["q1", "q2"], ["q1"]]
@@ -133,7 +133,7 @@ def test_the_split_is_test_or_the_only_one_or_asked_for(tmp_path):
 
 
 def test_all_faults_come_in_one_message(tmp_path):
-    folder = write_beir(tmp_path/"exam")
+    folder = write_beir(tmp_path/"test")
     more = {"corpus.jsonl": '{"_id": "d1", "text": "again"}\n{"_id": "d3"}\n{"_id"\n',
             "queries.jsonl": '{"_id": "q3", "text": " "}\n',
             "qrels/test.tsv": "".join(f"q1\tx{n}\t1\n" for n in range(20)) + "q9\td1\t1\n"}
@@ -152,7 +152,7 @@ def test_all_faults_come_in_one_message(tmp_path):
 
 
 def test_queries_without_judgements_are_told_only_where_there_is_one_split(tmp_path):
-    folder = write_beir(tmp_path/"exam")
+    folder = write_beir(tmp_path/"test")
     (folder/"qrels/test.tsv").write_text("q1\td1\t1\n")
     with pytest.warns(UserWarning, match="1 of 2 queries have no relevant document and are left out, q2 first"):
         read_retrieval(folder)

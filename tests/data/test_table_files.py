@@ -82,7 +82,7 @@ def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="what is read there could be lost"): keep_apart(source, data="~/a.csv")
     with pytest.raises(ValueError, match="what is read there could be lost"): keep_apart("~/a.csv", data=source)
     split_pairs("~/a.csv", "~/out", queries=1)
-    assert (tmp_path/"out/exam").is_dir()
+    assert (tmp_path/"out/test").is_dir()
 
 
 def test_a_saved_dataset_has_its_folders_name_however_it_is_reached(tmp_path, monkeypatch):
@@ -166,16 +166,16 @@ def test_a_split_keeps_documents_and_near_duplicates_apart(tmp_path):
         facts = split_pairs(str(tmp_path/f"{name}.jsonl"), str(tmp_path/name), queries=20)
         assert (facts["groups"], facts["queries"], facts["pairs"][name]) == (60, 20, 220)
     read = lambda path: [json.loads(line) for line in open(tmp_path/path)]
-    asked = [{row["text"] for row in read(f"{name}/exam/queries.jsonl")} for name in "ab"]
+    asked = [{row["text"] for row in read(f"{name}/test/queries.jsonl")} for name in "ab"]
     assert asked[0] == asked[1]
-    train, texts = read("a/pairs/a.jsonl"), {row["_id"]: row["text"] for row in read("a/exam/corpus.jsonl")}
-    pairs = [line.split("\t") for line in open(tmp_path/"a/exam/qrels/test.tsv").read().splitlines()[1:]]
+    train, texts = read("a/pairs/a.jsonl"), {row["_id"]: row["text"] for row in read("a/test/corpus.jsonl")}
+    pairs = [line.split("\t") for line in open(tmp_path/"a/test/qrels/test.tsv").read().splitlines()[1:]]
     stem = lambda text: text.removesuffix(" more")
     assert not {stem(texts[pair[1]]) for pair in pairs} & {stem(row["positive"]) for row in train}
     assert len(texts) == len({row["positive"] for row in rows})
     again = split_pairs(str(tmp_path/"a.jsonl"), str(tmp_path/"again"), queries=20)
     assert again["queries"] == 20
-    for file in (tmp_path/"a"/"exam").rglob("*.*l"): # byte for byte
+    for file in (tmp_path/"a"/"test").rglob("*.*l"): # byte for byte
         assert file.read_bytes() == (tmp_path/"again"/file.relative_to(tmp_path/"a")).read_bytes()
 
 

@@ -314,10 +314,10 @@ def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
 
 
 def test_two_folders_of_one_name_are_told_apart_from_one_that_is_named_twice(tmp_path):
-    paths = [write_beir(tmp_path/part/"exam") for part in "ab"]
-    with pytest.raises(ValueError, match="a/exam and .*b/exam are both called exam; rename a folder"):
+    paths = [write_beir(tmp_path/part/"test") for part in "ab"]
+    with pytest.raises(ValueError, match="a/test and .*b/test are both called test; rename a folder"):
         find_tasks(tasks=[str(path) for path in paths])
-    with pytest.raises(ValueError, match="exam: named twice; leave out one"):
+    with pytest.raises(ValueError, match="test: named twice; leave out one"):
         find_tasks(tasks=[str(paths[0]), f"{paths[0]}/"])
 
 

@@ -15,7 +15,7 @@ from anchor_nb.data.retrieval_sets import read_retrieval
 from anchor_nb.data.rows import load_pairs
 from anchor_nb.data.writers import write_pairs
 from anchor_nb.evaluation.encoders import Candidate
-from anchor_nb.evaluation.exam import Ranked
+from anchor_nb.evaluation.held_out import Ranked
 from anchor_nb.inference.own_pairs import match_pairs
 from anchor_nb.inference.search import bm25_weight
 from anchor_nb.release import adapt as module
@@ -58,13 +58,13 @@ def quick(monkeypatch, tmp_path):
         return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, share=0.75, dev=0.2,
                     seconds=60.0, batch=32, max_length=256, seed=0)
 
-    def sat(exam, systems, max_length=256, known=None, weights=None):
+    def sat(test, systems, max_length=256, known=None, weights=None):
         sheet = {}
         for label in [*systems, *(f"{name} + BM25" for name in systems if name != "bm25")]:
             good = rule["tuned"] if label.endswith(" tuned") else 0.5
             if "untrained" in label: good = rule.get("untrained", 0.5)
-            values = {query: float(hash_of(query) < good) for query in exam.queries}
-            ranking = {query: {next(iter(judged)): 1.0} for query, judged in exam.qrels.items()}
+            values = {query: float(hash_of(query) < good) for query in test.queries}
+            ranking = {query: {next(iter(judged)): 1.0} for query, judged in test.qrels.items()}
             score = sum(values.values())/len(values)
             sheet[label] = dict(score=score, low=score, high=score, seconds=0.1, values=values, ranking=ranking)
             if "BM25" in label: sheet[label]["weight"] = 0.3
@@ -75,7 +75,7 @@ def quick(monkeypatch, tmp_path):
         folder.mkdir()
         (folder/"README.md").write_text(f"# a card\n\n{UNSCORED}\n\n{UNTRAINED}\n")
         return dict(bytes=10, dimension=4)
-    for name, stand_in in dict(mine=mined, tune_encoder=tuned, sit_exam=sat, export_with_card=exported,
+    for name, stand_in in dict(mine=mined, tune_encoder=tuned, score_systems=sat, export_with_card=exported,
                                find_model=lambda model: model, is_encoder=lambda base: True,
                                model_content=lambda base: "").items(): monkeypatch.setattr(module, name, stand_in)
     return calls, rule
@@ -108,11 +108,11 @@ def test_only_the_steps_behind_a_change_are_made_again(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
     adapt(recipe(tmp_path))
     fresh = adapt(recipe(tmp_path, epochs=1))["fresh"]
-    assert fresh == ["train-minilm", "curve", "choose", "exam", "export"]
+    assert fresh == ["train-minilm", "curve", "choose", "test", "export"]
     (tmp_path/"docs/house3.txt").write_text("House number300 of the village burned down in year311 and is gone.")
     assert adapt(recipe(tmp_path, epochs=1))["fresh"][:3] == ["read", "pairs", "split"]
-    (tmp_path/"out/steps/exam/step.json").write_text("{}")
-    assert adapt(recipe(tmp_path, epochs=1))["fresh"] == ["exam"] # a damaged step is made again
+    (tmp_path/"out/steps/test/step.json").write_text("{}")
+    assert adapt(recipe(tmp_path, epochs=1))["fresh"] == ["test"] # a damaged step is made again
 
 
 def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp_path, quick, monkeypatch):
@@ -136,7 +136,7 @@ def test_a_base_that_is_good_as_it_is_needs_no_training(tmp_path, quick):
     quick[1]["untrained"] = 1.0
     found = adapt(recipe(tmp_path, base="good"))
     assert found["verdict"]["against"].startswith("good untrained") and not found["verdict"]["better"]
-    assert found["model"] == "" and any("The exam is too easy" in line for line in found["advice"])
+    assert found["model"] == "" and any("The test set is too easy" in line for line in found["advice"])
 
 
 @pytest.mark.parametrize("place", [0, 120], ids=["in front", "in the middle"])
@@ -160,37 +160,37 @@ def test_versions_of_a_document_are_on_one_side(tmp_path, place):
     assert held and not held & {number[text] for row in rows for text in row["positives"]}
 
 
-def test_an_exam_about_five_documents_is_refused():
+def test_a_test_set_about_five_documents_is_refused():
     "Twenty-four questions about each: no outcome of it could be shown."
     rows = [dict(query=f"q{n}", positives=[f"text {n*n} of {n}"], negatives=[]) for n in range(480)]
     marks = [f"d{n//24}" for n in range(480)]
     refused(lambda: module.parted(rows, marks, 480, Adapt(documents="x", pairs="y")), "would ask about 5 documents")
 
 
-def test_the_exam_shares_no_document_with_training(tmp_path, quick):
+def test_the_test_set_shares_no_document_with_training(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
     adapt(recipe(tmp_path))
     place = tmp_path/"out/steps/split"
     trained = (place/"pairs/pairs.jsonl").read_text() + (place/"pool.jsonl").read_text()
-    for name in ("exam", "dev"):
+    for name in ("test", "dev"):
         part = read_retrieval(place/name)
         for judged in part.qrels.values(): assert not any(part.corpus[document] in trained for document in judged)
         assert len(part.corpus) == 160
 
 
-def test_what_is_searched_is_what_the_exam_scored(tmp_path, quick):
+def test_what_is_searched_is_what_was_scored(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", name="house{n}.md")
     for path in (tmp_path/"docs").iterdir():
         path.with_suffix(".md").write_text(f"# Street\n\n## Heading of {path.stem}\n\n{path.read_text()}\n")
         path.unlink()
     adapt(recipe(tmp_path))
     rows = [json.loads(line) for line in (tmp_path/"out/passages.jsonl").read_text().splitlines()]
-    exam = read_retrieval(tmp_path/"out/steps/split/exam")
-    assert sorted(row["text"] for row in rows) == sorted(exam.corpus.values()) and len(rows) == 160
+    test = read_retrieval(tmp_path/"out/steps/split/test")
+    assert sorted(row["text"] for row in rows) == sorted(test.corpus.values()) and len(rows) == 160
     assert "Heading of house7\n" in dict((row["_id"], row["text"]) for row in rows)["house7.md"]
 
 
-@pytest.mark.parametrize("more, message", [(dict(exam_queries=5), "exam_queries=5 are too few"),
+@pytest.mark.parametrize("more, message", [(dict(test_queries=5), "test_queries=5 are too few"),
                                            (dict(dev_queries=9), "dev_queries=9 are too few"),
                                            (dict(train_pairs=15), "train_pairs=15 are too few"),
                                            (dict(pairs="nosuch.jsonl"), "pairs='nosuch.jsonl' is neither")])
@@ -215,7 +215,7 @@ def test_a_folder_that_is_no_step_and_an_index_of_before(tmp_path, quick):
 def test_a_candidate_that_training_did_not_change_is_not_preferred_to_one_that_may_be_better(monkeypatch):
     values = dict(bm25=[0.1]*40, minilm=[0.5]*40, a=[0.5]*40, b=[0.3, 0.9]*20)
     sheet = {label: dict(values=dict(enumerate(of)), score=sum(of)/40) for label, of in values.items()}
-    monkeypatch.setattr(module, "sit_exam", lambda *_, **__: sheet)
+    monkeypatch.setattr(module, "score_systems", lambda *_, **__: sheet)
     monkeypatch.setattr(module, "systems_of", lambda candidates: sheet)
     assert module.choose_step(dict(a={}, b={}), None, {})["chosen"] == "b"
 
@@ -225,7 +225,7 @@ def test_what_is_delivered_is_the_surer_gain(monkeypatch):
     values = dict(bm25=[0.2]*40, minilm=[0.5]*40, sure=[0.55]*40, wild=[0.7, 0.42]*20)
     sheet = {name: dict(score=sum(row)/40, values=dict(enumerate(row))) for name, row in values.items()}
     assert sheet["wild"]["score"] > sheet["sure"]["score"]
-    monkeypatch.setattr(module, "sit_exam", lambda dev, systems, known: sheet)
+    monkeypatch.setattr(module, "score_systems", lambda dev, systems, known: sheet)
     facts = dict(base="minilm", library="sentence-transformers", model="")
     assert module.choose_step(dict(sure=facts, wild=facts), None, {})["chosen"] == "sure"
 
@@ -238,11 +238,11 @@ def made_village(sentences):
     return passages, rows((f"House {n}", n) for n in range(240)), rows(module.sentence_pairs(passages))
 
 
-def test_the_exam_asks_in_another_way_than_training_did(tmp_path):
+def test_the_test_set_asks_in_another_way_than_training_did(tmp_path):
     facts = module.split_step(Adapt(documents="x"), tmp_path, *made_village(2))
     rows = [row for table in load_pairs(str(tmp_path/"pairs")).values() for row in table]
-    assert facts["exam"] >= 20 and len(rows) >= 100 and all(row["query"].startswith("Room") for row in rows)
-    for part in map(read_retrieval, (tmp_path/"exam", tmp_path/"dev")):
+    assert facts["test"] >= 20 and len(rows) >= 100 and all(row["query"].startswith("Room") for row in rows)
+    for part in map(read_retrieval, (tmp_path/"test", tmp_path/"dev")):
         assert all(query.startswith("House") for query in part.queries.values())
         held = [part.corpus[name] for judged in part.qrels.values() for name in judged]
         assert not any(row["positives"][0] in text for row in rows for text in held)
@@ -408,7 +408,7 @@ def test_two_megabytes_of_one_line(tmp_path):
     assert max(map(len, (passage.text for passage in passages))) <= 160*101
 
 
-def test_documents_with_more_queries_than_the_exam_takes(tmp_path, quick):
+def test_documents_with_more_queries_than_the_test_set_takes(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", name="house1.txt")
     refused(lambda: adapt(recipe(tmp_path)), "house1.txt alone has 160 of 160", "one a chapter")
 
@@ -466,10 +466,10 @@ def test_pairs_that_point_to_no_document(tmp_path, quick):
     refused(lambda: adapt(recipe(tmp_path)), "160 of 160 answers", "are in no document")
 
 
-def test_an_exam_too_small_says_how_many_queries_it_would_take(tmp_path, quick):
+def test_a_test_set_too_small_says_how_many_queries_it_would_take(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl", 40)
-    refused(lambda: adapt(recipe(tmp_path)), "40 queries leave an exam of 10", "takes about 97 queries, 5 points 385")
-    refused(lambda: outlook(recipe(tmp_path)), "40 queries leave an exam of 10")
+    refused(lambda: adapt(recipe(tmp_path)), "40 queries leave a test set of 10", "about 97 queries, 5 points 385")
+    refused(lambda: outlook(recipe(tmp_path)), "40 queries leave a test set of 10")
 
 
 def test_other_languages_are_named_on_the_page(tmp_path, quick):

@@ -39,12 +39,12 @@ def here(tmp_path):
     return tmp_path
 
 
-def exam(here):
+def held_out(here):
     "An evaluation set that asks all questions of the pairs."
-    lines(here/"exam/corpus.jsonl", [dict(_id="d", title="", text="an answer to it")])
-    lines(here/"exam/queries.jsonl", [dict(_id=str(n), text=row["query"]) for n, row in enumerate(ROWS)])
-    (here/"exam/qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"{n}\td\t1\n" for n in range(6)))
-    (here/"exam/task.json").write_text(json.dumps(dict(name="exam", instruction="")))
+    lines(here/"test/corpus.jsonl", [dict(_id="d", title="", text="an answer to it")])
+    lines(here/"test/queries.jsonl", [dict(_id=str(n), text=row["query"]) for n, row in enumerate(ROWS)])
+    (here/"test/qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"{n}\td\t1\n" for n in range(6)))
+    (here/"test/task.json").write_text(json.dumps(dict(name="test", instruction="")))
 
 
 def content(folder):
@@ -126,10 +126,10 @@ def test_a_failure_leaves_the_older_pairs(here, monkeypatch):
 
 
 def test_nothing_left_is_an_error_with_its_cause(here):
-    exam(here)
+    held_out(here)
     with pytest.raises(ValueError, match="none of the 12 rows of .* is left: 0 equal an earlier row, 0 nearly repeat "
-                                         "one, and 12 show texts of exam"): # a test's texts are looked for first
-        duplicates.dedup_pairs(str(here/"my/pairs"), str(here/"out"), threshold=1.0, against=[str(here/"exam")])
+                                         "one, and 12 show texts of test"): # a test's texts are looked for first
+        duplicates.dedup_pairs(str(here/"my/pairs"), str(here/"out"), threshold=1.0, against=[str(here/"test")])
     assert [*content(here/"out")] == ["search.duckdb"]
 
 
@@ -147,12 +147,12 @@ def test_texts_that_differ_in_signs_are_different():
 @pytest.mark.parametrize("stage, parameters", [
     ("prepare", lambda at: dict(out=at("cache/corpora/toy"), corpora=["toy"])),
     ("prepare", lambda at: dict(out=at("my"), corpora=["toy"])),
-    ("evaluate", lambda at: dict(models=dict(a=at("run/model")), tasks=[at("exam")], out=at("run/model/scores"),
+    ("evaluate", lambda at: dict(models=dict(a=at("run/model")), tasks=[at("test")], out=at("run/model/scores"),
                                  yardsticks=[]))])
 def test_stages_look_before_they_write(stage, parameters, here, monkeypatch):
     monkeypatch.setenv("ANCHOR_NB_CACHE", str(here/"cache"))
     (here/"cache/corpora/toy").mkdir(parents=True)
-    exam(here)
+    held_out(here)
     notebook, before = json.loads(stage_notebook(stage).read_text(encoding="utf-8")), content(here)
     with pytest.raises(ValueError, match="lies in|is corpora=|which this command would not write"):
         space = {}

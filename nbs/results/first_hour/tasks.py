@@ -27,25 +27,25 @@ TASKS = {
     "split it": [(f"anchor-nb split faq.csv --out mine {COLUMNS}", 0, "next: anchor-nb stage2 --data mine/pairs")],
     "train": [(f"{TRAIN} --out runs/mine --steps 60", 0, "preset laptop (no GPU here)")],
     "what would be run": [(f"{TRAIN} --dry-run", 0, "global_batch: 16")],
-    "evaluate": [("anchor-nb evaluate runs/mine --task mine/exam", 0, "minus all-MiniLM-L6-v2")],
-    "an exam with an instruction": [("anchor-nb evaluate runs/mine --task instructed --out runs/inst", 0,
+    "evaluate": [("anchor-nb evaluate runs/mine --task mine/test", 0, "minus all-MiniLM-L6-v2")],
+    "a test set with an instruction": [("anchor-nb evaluate runs/mine --task instructed --out runs/inst", 0,
                                      "Evaluate it as it was trained: --instructions none")],
-    "search": [("anchor-nb search runs/mine mine/exam 'How do I search?' --k 3", 0, "How do I search?"),
+    "search": [("anchor-nb search runs/mine mine/test 'How do I search?' --k 3", 0, "How do I search?"),
                ("anchor-nb search runs/mine faq.csv 'How?' --k 3 --columns text=Antwort", 0, "How?"),
                ("anchor-nb search runs/mine faq.parquet 'How?' --k 3 --columns text=Antwort", 0, "How?")],
     "export": [("anchor-nb export runs/mine model --check", 0, "sentence-transformers gives the same vectors")],
     "a BEIR folder without task.json": [("anchor-nb evaluate tiny --task beir --out runs/beir", 0, "beir: Retrieval"),
                                         ("anchor-nb evaluate tiny --task half", 1, "half has 2 faults")],
-    "compare two models": [("anchor-nb compare runs/mine minilm --task mine/exam", 0, "of the queries, mine is")],
+    "compare two models": [("anchor-nb compare runs/mine minilm --task mine/test", 0, "of the queries, mine is")],
     "interrupt and resume": [(f"INTERRUPT {TRAIN} --out runs/cut --steps 200 --save-steps 20", 130,
                               "run the same command to resume"),
                              (f"{TRAIN} --out runs/cut --steps 200 --save-steps 20", 0, "resumed as it began"),
                              (f"{TRAIN} --out runs/cut --steps 100", 1, "holds another run: steps is 200")],
-    "names of models": [("anchor-nb search tyni mine/exam x", 1, "did you mean tiny?"),
+    "names of models": [("anchor-nb search tyni mine/test x", 1, "did you mean tiny?"),
                         ("anchor-nb stage2 --data mine/pairs --model bm25", 1, "ranks by words"),
-                        ("anchor-nb search all-MiniLM-L6-v2 mine/exam 'How do I search?' --k 2", 0, "0.")],
+                        ("anchor-nb search all-MiniLM-L6-v2 mine/test 'How do I search?' --k 2", 0, "0.")],
     "a folder that is not there": [("anchor-nb stage2 --data mine/pears", 1, "did you mean mine/pairs?"),
-                                   ("anchor-nb search runs/nix mine/exam x", 1, "there is no model"),
+                                   ("anchor-nb search runs/nix mine/test x", 1, "there is no model"),
                                    ("anchor-nb evaluate runs/mine --task nixda", 1, "there is no task 'nixda'")],
     "lr=3": [(f"{TRAIN} --out runs/lr --lr 3 --steps 40", 0, "little or nothing was learned"),
              (f"{TRAIN} --out runs/lr2 -p lr=3 --dry-run", 0, "learning_rate: 3.0"),
@@ -116,15 +116,15 @@ def make_data():
 
 
 def make_folders():
-    "Evaluation sets as others write them, of the exam that `split` has made."
+    "Evaluation sets as others write them, of the test set that `split` has made."
     for name in ("beir", "beirgz", "half"): Path(name, "qrels").mkdir(parents=True)
     for name in ("beir", "beirgz"):
-        shutil.copy("mine/exam/queries.jsonl", name)
-        shutil.copy("mine/exam/qrels/test.tsv", f"{name}/qrels")
-    shutil.copy("mine/exam/corpus.jsonl", "beir")
-    Path("beirgz/corpus.jsonl.gz").write_bytes(gzip.compress(Path("mine/exam/corpus.jsonl").read_bytes()))
-    shutil.copy("mine/exam/queries.jsonl", "half")
-    shutil.copytree("mine/exam", "instructed")
+        shutil.copy("mine/test/queries.jsonl", name)
+        shutil.copy("mine/test/qrels/test.tsv", f"{name}/qrels")
+    shutil.copy("mine/test/corpus.jsonl", "beir")
+    Path("beirgz/corpus.jsonl.gz").write_bytes(gzip.compress(Path("mine/test/corpus.jsonl").read_bytes()))
+    shutil.copy("mine/test/queries.jsonl", "half")
+    shutil.copytree("mine/test", "instructed")
     Path("instructed/task.json").write_text('{"instruction": "Given a question, find its answer"}')
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT, KEPT = Path("runs/laptop"), Path("nbs/results/laptop")
-DEV = dict(queries=300, documents=400) # of the development split; the exam has 1,000 queries and 2,688 documents
+DEV = dict(queries=300, documents=400) # of the development split; the test set has 1,000 queries and 2,688 documents
 
 
 def read(path):

@@ -2,7 +2,7 @@
 
     python nbs/results/manual/pages.py write runs/manual # docs/*.txt and questions.csv
     anchor-nb adapt runs/manual/docs --pairs runs/manual/questions.csv --columns '{query: question, positive: page}'
-        -o runs/manual/adapted --base minilm --exam-documents 400
+        -o runs/manual/adapted --base minilm --test-documents 400
     python nbs/results/manual/pages.py keep runs/manual  # nbs/results/manual/row.json
 """
 import csv
