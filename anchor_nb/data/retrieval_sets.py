@@ -92,7 +92,7 @@ def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or w
     "The parts of a line."
     if not isinstance(row, dict): return "", "", ": not a JSON object; write {...} on each line"
     name, text = "_id" if "_id" in row or "id" not in row else "id", row.get("text")
-    number = str(row[name]) if isinstance(row.get(name), (str, int)) else ""
+    number = "" if isinstance(row.get(name), bool) or not isinstance(row.get(name), (str, int)) else str(row[name])
     for field, fine in ((name, number), ("text", isinstance(text, str))):
         if not fine:
             kind = "neither text nor a number" if field == name else "not text"
