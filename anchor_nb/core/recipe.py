@@ -468,7 +468,7 @@ class Adapt(Recipe):
                          reads="files", group="first")
     out: str = setting("runs/adapt", "where the model, the verdict and all steps go", how=True, group="first")
     base: str = setting("auto", "models to train, with commas between; minilm always is. auto: smollm2-135m too, where "
-                        "time allows", "ours: the test set decides", reads="model", group="first")
+                        "time allows", "ours: the scores decide", reads="model", group="first")
     minutes: float = setting(60.0, "for training language models, roughly; minilm takes what it needs", "ours",
                              group="first", bound=">0")
     seed: int = setting(0, "seed of the test set, the draws and the training", "ours", group="first", bound="[0,2**32)")
@@ -477,7 +477,7 @@ class Adapt(Recipe):
     dev_queries: int = setting(200, "queries that decide rates, epochs and the base; at most an eighth of all",
                                "ours: with 60, the better of two bases was passed over",
                                bound=">0")
-    test_documents: int = setting(2000, "passages that the test set searches, all answers included; 0: all",
+    test_documents: int = setting(2000, "passages to search in the test, all answers included; 0: all",
                                   "ours: for small machines", bound=">=0")
     words: int = setting(160, "words of a passage at most", "ours: about 220 tokens", bound=">0")
     questions: int = setting(400, "passages that a question is written for, where no pairs are given; 0: none", "ours",

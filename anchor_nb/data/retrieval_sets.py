@@ -144,7 +144,7 @@ def fault_of(cells: list, queries: dict, corpus: dict) -> str: # empty if nothin
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #8d5be7f0
 def split_off(folder: str) -> tuple: # (folder, split; empty: not asked for)
-    "A folder and the split that its name asks for, as in `my/test:dev`."
+    "A folder and the split that its name asks for, as in `my/beir:dev`."
     folder = os.path.expanduser(folder)
     path, _, split = folder.rpartition(":")
     return (path, split) if path and not Path(folder).exists() else (folder, "")

@@ -105,7 +105,7 @@ def answering(rows: list, answers: set) -> set: # plain texts
     return answers | {texts[later] for earlier, later in near if earlier < len(answers) <= later}
 
 def without(row: dict, answers: set) -> dict: # answers: plain texts
-    "A training row without negatives that answer the test set, nearly or exactly, and without their scores."
+    "A training row without negatives that answer a test query, nearly or exactly, and without their scores."
     keep = [n for n, text in enumerate(row["negatives"]) if plain(text) not in answers]
     if len(keep) == len(row["negatives"]): return row
     pick = lambda values: [values[n] for n in keep] if values else []
@@ -185,8 +185,8 @@ def split_lines(facts: dict, out: str) -> list:
     lines = [f"{facts['rows']} rows in {facts['groups']} groups that share or nearly repeat a query or a document"
              + (f", or share {facts['by']}" if facts["by"] else ""),
              f"to train on: {pairs} pairs in {out}/pairs",
-             f"test: {queries} queries in {out}/test, to be answered from all {facts['documents']} documents, those of "
-             "the training pairs included, so that the test set is not too easy",
+             f"test set: {queries} queries in {out}/test, to be answered from all {facts['documents']} documents, "
+             "those of the training pairs included, so that the test set is not too easy",
              f"a score on it is uncertain by at most {facts['interval']:.1f} points (95 %)"]
     if queries < FEW: lines.append(f"{queries} queries are few: only large differences will show; for 100 and more, "
                                    "raise --share or --queries, or collect more pairs")

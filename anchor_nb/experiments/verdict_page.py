@@ -38,7 +38,7 @@ def score_rows(facts: dict) -> str:
     return "".join(rows)
 
 # %% ../../nbs/experiments/09_verdict_page.ipynb #0adbc218
-def query_table(rows: list, names: tuple) -> str: # rows: from `held_out.widest`; names: of the two systems
+def query_table(rows: list, names: tuple) -> str: # rows: from `verdict.widest`; names: of the two systems
     "Queries with their answers and what the systems put first."
     if not rows: return "<p>None.</p>"
     def short(text): # not between words: Chinese has no spaces

@@ -27,7 +27,7 @@ from ..data.rows import load_pairs
 from ..data.splitting import divide, group_rows, versions, write_test
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints, short_name
-from ..evaluation.held_out import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one,
+from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one,
                                            score_systems, verdict, widest)
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
@@ -92,8 +92,8 @@ def read_step(recipe: Adapt, part: Path) -> dict:
     passages, repeats = passages_of(documents, recipe.words)
     kept = len({passage.document for passage in passages})
     if kept < FEWEST["documents"]:
-        raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and the test set must "
-                         f"ask for some that training has not seen; give at least {FEWEST['documents']}, or one file a "
+        raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and some must "
+                         f"be left for the test set; give at least {FEWEST['documents']}, or one file a "
                          "chapter")
     write_lines(part/"passages.jsonl", (passage._asdict() for passage in passages))
     write_lines(part/"repeats.jsonl", repeats)
@@ -181,7 +181,7 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
     if test < FEWEST["test_queries"]:
         raise ValueError(f"{total} queries leave a test set of {test}, too small to tell anything: a difference of 10 "
                          f"points takes about {queries_needed(0.1)} queries, 5 points {queries_needed(0.05)}; the "
-                         "test takes a fourth, so give more pairs or documents")
+                         "test set takes a fourth, so give more pairs or documents")
     return [test, dev]
 
 def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count: rows that ask; others: sentences
@@ -194,7 +194,7 @@ def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count:
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
     if len({rows[n]["query"] for n in test}) >= FEWEST["test_queries"] and dev and rest:
         if (asked := len({marks[n] for n in test})) >= DOCUMENTS: return [test, dev, rest]
-        raise ValueError(f"the test set would ask about {asked} documents, and fewer than {DOCUMENTS} tell nothing, "
+        raise ValueError(f"the test set would be about {asked} documents, and fewer than {DOCUMENTS} tell nothing, "
                          "however many queries; give questions about more documents")
     most, count = Counter(marks).most_common(1)[0]
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
@@ -356,7 +356,7 @@ def passages_in(steps: Steps) -> list:
     return [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
 
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
-    "Documents, pairs, test and negatives."
+    "Documents, pairs, test set and negatives."
     read = steps.run("read", lambda part: read_step(recipe, part),
                      documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
                      words=recipe.words, readers=readers())
@@ -478,7 +478,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         asked = f" and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator}"
         lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links"
                      f"{asked*bool(pairs['questions'])} found their passage again.")
-        lines.append("These are its test queries. The model learned from first sentences, which ask for what follows.")
+        lines.append("They are the test queries. The model learned from first sentences, which ask for what follows.")
     else:
         lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
         if read["passages"] > read["documents"]:
@@ -496,7 +496,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         if len(facts.get("seeds", [])) > 1:
             lines.append(f"{label} was trained with {len(facts['seeds'])} seeds; the development split chose one.")
         if facts.get("precision") == "bf16":
-            lines.append(f"{label} was examined with weights in bf16, which is faster on this machine.")
+            lines.append(f"{label} was scored with weights in bf16, which is faster on this machine.")
     return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
 
 def passed_over(result: dict, dev: int) -> list: # of the test set; queries of the development split; -> sentences
@@ -581,7 +581,7 @@ Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not see
 TOGETHER = """
 
 Search with it together with BM25, whose weight is {weight:g}, in `passages.jsonl` beside this folder, which has the
-texts as in the test set. `anchor-nb search` and `serve` do so by themselves; in Python:
+texts as they were scored. `anchor-nb search` and `serve` do so by themselves; in Python:
 `anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`."""
 
 def shown_target(recipe: Adapt) -> str:
@@ -589,7 +589,7 @@ def shown_target(recipe: Adapt) -> str:
     return Path(public(recipe.out, Path()), "model").as_posix()
 
 def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: list, chosen: str) -> dict:
-    "The model in the layout of sentence-transformers, with a card that says what the test set found."
+    "The model in the layout of sentence-transformers, with a card that has its scores."
     exported = export_with_card(winner["model"], str(part/"model"), name=shown_target(recipe))
     card, label = part/"model"/"README.md", chosen.removesuffix(" + BM25")
     better = result["verdict"]["sentence"].removeprefix("Better than what you have: ")
@@ -670,7 +670,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
 
     Returns:
         What `<out>/adapt.json` holds and `<out>/verdict.html` shows. `model` is the exported folder, empty where the
-        test did not find the model better. Finished steps are not repeated.
+        model was not found better. Finished steps are not repeated.
 
     Raises:
         ValueError, FileNotFoundError: documents or pairs that cannot be used, before anything is trained.

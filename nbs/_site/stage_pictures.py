@@ -13,7 +13,7 @@ BOXES = dict(
     adapt=[("documents, pairs", "a folder or a table;", "pairs are made if need be"),
            ("set aside", "a test set by document,", "no near-duplicates"),
            ("train", "MiniLM and a decoder,", "mined negatives"),
-           ("test", "beside BM25, MiniLM,", "and both fused"), ("out", "verdict.html", "model/, if it is better")],
+           ("score", "beside BM25, MiniLM,", "and both fused"), ("out", "verdict.html", "model/, if it is better")],
     prepare=[("packages", "pinned versions,", "checked by hash"), ("prepare", "fetch, deduplicate,", "split, sample"),
              ("out", "pairs/: training data", "eval/: evaluation sets")],
     mine=[("data, corpus", "pairs, and texts", "to choose from"), ("search", "encode, or BM25;", "rank for each query"),

@@ -445,7 +445,7 @@ PARTS = [
         corpus="wiki", model=BIG, steps=5, global_batch=512, max_length=512, counts=[1, 2, 4, 8], carry_pairs=0),
         dict(DRY_RANKS, steps=3, counts=[1, 2]), gpus=2),
     Part("d", "experiment", experiment_rows, 10**9,
-         dict(command=["all", "gpu-long", "--jobs", "0", "--arms", "ASWB"]),
+         dict(command=["all", "gpu-long", "--jobs", "0", "--arms", "ASWBL"]),
          dict(command=["run", "dry", "--seeds", "1", "--arms", "W"]), needs=("scipy",), repeats=True)]
 
 SHORT = {"kernels", "parity 1b", "kill and resume", "matrix rate", "stage2 1b", "plans 3b and 8b"}  # of the tests

@@ -17,7 +17,7 @@ RATES = (2e-5, 1e-4, 3e-4)
 
 
 def untuned(rung):
-    "Write a rung's test as a folder, score it, and keep a row for each yardstick."
+    "Write a rung's test set as a folder, score it, and keep a row for each yardstick."
     from anchor_nb.experiments.stages import run_stage
     _, _, asked, documents = again.prepared(again.RUNGS[rung]["data"])
     name = again.RUNGS[rung]["data"]

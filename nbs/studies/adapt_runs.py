@@ -67,7 +67,7 @@ def real_test(root):
 def real_queries(root, out):
     "BM25, MiniLM as it is and tuned without pairs, on the queries of the corpus: scores, and gains on MiniLM."
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.held_out import score_systems, verdict
+    from anchor_nb.evaluation.verdict import score_systems, verdict
     test = real_test(root)
     systems = {label: Candidate(label, source, library="sentence-transformers")
                for label, source in (("minilm", "minilm"), ("minilm tuned", str(out/"steps/train-minilm/model")))}
@@ -81,8 +81,8 @@ def kinds(name, rate=5e-5):
     "MiniLM after an epoch on each kind of made query, on the queries of the corpus."
     from anchor_nb.data.documents import first_sentence
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.held_out import score_one, verdict
-    from anchor_nb.evaluation.held_out import opened as examined
+    from anchor_nb.evaluation.verdict import score_one, verdict
+    from anchor_nb.evaluation.verdict import opened as ready
     from anchor_nb.release.adapt import read_lines
     from anchor_nb.training.encoders import fit, opened
     root, steps = Path("runs/adapt")/name/"made", Path("runs/adapt")/name/"adapted-made-0/steps"
@@ -93,7 +93,7 @@ def kinds(name, rate=5e-5):
         kind = "titles" if row["query"] in titles else "questions"
         made.setdefault(kind, []).append((row["query"], passages[row["passage"]]))
     made["sentences"] = [first_sentence(passages[row["passage"]]) for row in read_lines(steps/"pairs/sentences.jsonl")]
-    score = lambda source: score_one(examined(Candidate(source, source, library="sentence-transformers")), test)
+    score = lambda source: score_one(ready(Candidate(source, source, library="sentence-transformers")), test)
     plain = score("minilm")
     for kind, pairs in made.items():
         encoder, folder = opened("minilm", 256), Path("runs/adapt")/name/f"kind-{kind}"
@@ -182,7 +182,7 @@ def fusion():
     "MiniLM with BM25 beside it on the test sets of three targets and seeds: reciprocal ranks, and added scores."
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.held_out import Ranked, score_one, score_systems
+    from anchor_nb.evaluation.verdict import Ranked, score_one, score_systems
     from anchor_nb.release.adapt import Steps, prepared
     systems, rows = dict(bm25=Candidate("bm25", "bm25", library="bm25"),
                          minilm=Candidate("minilm", "minilm", library="sentence-transformers")), []
@@ -212,7 +212,7 @@ def averages():
     """
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.held_out import best_of, score_systems, verdict
+    from anchor_nb.evaluation.verdict import best_of, score_systems, verdict
     from anchor_nb.training.encoders import SHARES, mix, opened, weights_of
     gain = lambda sheet, label, other: {name: round(value, 2) for name, value in verdict(sheet, label, [other]).items()
                                         if name in ("difference", "low", "high")}
@@ -252,7 +252,7 @@ def seeds(name, precision, *numbers):
     from anchor_nb import Stage2, train
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.held_out import opened, score_one
+    from anchor_nb.evaluation.verdict import opened, score_one
     place = Path("runs/adapt")/name/"adapted-own-0"
     pairs = max(place.glob("runs/smollm2-135m-*/pairs/pairs.jsonl"), key=lambda path: path.stat().st_mtime)
     began = json.loads((pairs.parent.parent/"run/run.json").read_text(encoding="utf-8"))["recipe"]
@@ -289,7 +289,7 @@ def again(name, way, *numbers):
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.data.rows import load_pairs
     from anchor_nb.evaluation.encoders import Candidate
-    from anchor_nb.evaluation.held_out import opened, score_one, verdict
+    from anchor_nb.evaluation.verdict import opened, score_one, verdict
     from anchor_nb.inference.filtering import filter_pairs
     from anchor_nb.release.adapt import BATCH, best_snapshot, decoder_step
     base, before = warm() if way == "warmed" else "", {}
@@ -363,7 +363,7 @@ def memory():
 
 
 def negatives(name, rate=1e-4, epochs=3):
-    "MiniLM on a target's pairs without negatives and with mined ones; scores on the test set, and of each epoch."
+    "MiniLM on a target's pairs without negatives and with mined ones; scores on the test set, and after each epoch."
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.data.rows import load_pairs
     from anchor_nb.release.adapt import Steps, prepared, read_lines, with_negatives

@@ -99,6 +99,20 @@ def test_runs_share_all_gpus(tmp_path, monkeypatch):
     assert {path.read_text() for path in tmp_path.iterdir()} == {"4", "7"}
 
 
+def test_the_steps_and_objectives_of_each_arm(monkeypatch):
+    import anchor_nb
+    trained = []
+    monkeypatch.setattr(anchor_nb, "train", lambda recipe: trained.append(recipe) or {})
+    for arm in again.ARMS: again.first_stage("descriptions-long", arm, 1, "pairs")
+    kept = {"/".join(Path(recipe.out).parts[-2:]): (recipe.steps, recipe.pairing, recipe.anchor_sink, recipe.objectives)
+            for recipe in trained}
+    bags, both = dict(ebae=1.0, ebar=1.0), dict(anchor=1.0, ebae=0.3, ebar=0.3)
+    assert kept == {"A-1/bags": (150, "own", False, bags), "A-1/stage1": (800, "own", True, both),
+                    "S-1/bags": (150, "strangers", False, bags), "S-1/stage1": (800, "strangers", True, both),
+                    "B-1/bags": (150, "own", False, bags), "B-1/stage1": (800, "own", False, bags),
+                    "L-1/stage1": (950, "own", False, dict(lm=1.0))}
+
+
 def test_the_plan_runs_from_one_command_and_a_second_time_does_nothing(tmp_path):
     (tmp_path/"nbs").symlink_to(ROOT/"nbs")
     command = [sys.executable, "nbs/paper/again.py", "run", "dry", "--seeds", "1"]

@@ -15,7 +15,7 @@ from anchor_nb.data.retrieval_sets import read_retrieval
 from anchor_nb.data.rows import load_pairs
 from anchor_nb.data.writers import write_pairs
 from anchor_nb.evaluation.encoders import Candidate
-from anchor_nb.evaluation.held_out import Ranked
+from anchor_nb.evaluation.verdict import Ranked
 from anchor_nb.inference.own_pairs import match_pairs
 from anchor_nb.inference.search import bm25_weight
 from anchor_nb.release import adapt as module
@@ -58,7 +58,7 @@ def quick(monkeypatch, tmp_path):
         return dict(model=model, pairs=len(rows), rate=1e-4, rates={}, epochs={0: 0.1, 1: 0.2}, share=0.75, dev=0.2,
                     seconds=60.0, batch=32, max_length=256, seed=0)
 
-    def sat(test, systems, max_length=256, known=None, weights=None):
+    def scored(test, systems, max_length=256, known=None, weights=None):
         sheet = {}
         for label in [*systems, *(f"{name} + BM25" for name in systems if name != "bm25")]:
             good = rule["tuned"] if label.endswith(" tuned") else 0.5
@@ -75,7 +75,7 @@ def quick(monkeypatch, tmp_path):
         folder.mkdir()
         (folder/"README.md").write_text(f"# a card\n\n{UNSCORED}\n\n{UNTRAINED}\n")
         return dict(bytes=10, dimension=4)
-    for name, stand_in in dict(mine=mined, tune_encoder=tuned, score_systems=sat, export_with_card=exported,
+    for name, stand_in in dict(mine=mined, tune_encoder=tuned, score_systems=scored, export_with_card=exported,
                                find_model=lambda model: model, is_encoder=lambda base: True,
                                model_content=lambda base: "").items(): monkeypatch.setattr(module, name, stand_in)
     return calls, rule
@@ -238,7 +238,7 @@ def made_village(sentences):
     return passages, rows((f"House {n}", n) for n in range(240)), rows(module.sentence_pairs(passages))
 
 
-def test_the_test_set_asks_in_another_way_than_training_did(tmp_path):
+def test_test_queries_are_of_another_kind_than_those_trained_on(tmp_path):
     facts = module.split_step(Adapt(documents="x"), tmp_path, *made_village(2))
     rows = [row for table in load_pairs(str(tmp_path/"pairs")).values() for row in table]
     assert facts["test"] >= 20 and len(rows) >= 100 and all(row["query"].startswith("Room") for row in rows)
@@ -316,7 +316,7 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     winner = facts | dict(library="anchor_nb")
     module.export_step(Adapt(**sizes), tmp_path/"model", winner, found, ["A note."], "tiny tuned + BM25")
     assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
-    assert bm25_weight(tmp_path/"model") == 0.3, "what was examined is what is searched with"
+    assert bm25_weight(tmp_path/"model") == 0.3, "what was scored is what is searched with"
     short = Adapt(**sizes | dict(minutes=1e-6))
     left_out = module.size_step(short, "tiny", rows, False)
     assert "was left out" in left_out["why"]

@@ -29,7 +29,7 @@ TASKS = {
     "what would be run": [(f"{TRAIN} --dry-run", 0, "global_batch: 16")],
     "evaluate": [("anchor-nb evaluate runs/mine --task mine/test", 0, "minus all-MiniLM-L6-v2")],
     "a test set with an instruction": [("anchor-nb evaluate runs/mine --task instructed --out runs/inst", 0,
-                                     "Evaluate it as it was trained: --instructions none")],
+                                        "Evaluate it as it was trained: --instructions none")],
     "search": [("anchor-nb search runs/mine mine/test 'How do I search?' --k 3", 0, "How do I search?"),
                ("anchor-nb search runs/mine faq.csv 'How?' --k 3 --columns text=Antwort", 0, "How?"),
                ("anchor-nb search runs/mine faq.parquet 'How?' --k 3 --columns text=Antwort", 0, "How?")],
