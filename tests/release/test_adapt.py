@@ -164,7 +164,7 @@ def test_a_test_set_about_five_documents_is_refused():
     "Twenty-four questions about each: no outcome of it could be shown."
     rows = [dict(query=f"q{n}", positives=[f"text {n*n} of {n}"], negatives=[]) for n in range(480)]
     marks = [f"d{n//24}" for n in range(480)]
-    refused(lambda: module.parted(rows, marks, 480, Adapt(documents="x", pairs="y")), "would ask about 5 documents")
+    refused(lambda: module.parted(rows, marks, 480, Adapt(documents="x", pairs="y")), "would be about 5 documents")
 
 
 def test_the_test_set_shares_no_document_with_training(tmp_path, quick):
