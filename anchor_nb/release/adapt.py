@@ -478,7 +478,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         asked = f" and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator}"
         lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links"
                      f"{asked*bool(pairs['questions'])} found their passage again.")
-        lines.append("They are the test queries. The model learned from first sentences, which ask for what follows.")
+        lines.append("These are the test queries. The model learned from first sentences, which ask for what follows.")
     else:
         lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
         if read["passages"] > read["documents"]:

@@ -79,7 +79,7 @@ ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None, # own pa
             B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS), # bags alone
             L=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, # language modelling
                    objectives=dict(lm=1.0), alpha=0.5))
-SECONDARY = "BL"
+SECONDARY = "BL" # without a share in the verdicts
 
 
 def keep(name, row, kept=KEPT):
@@ -171,7 +171,7 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     there = lambda name, row: any(row.items() <= known.items() for known in rows_of(kept/name))
     model, facts = first_stage(rung, arm, seed, pairs)
     known = arm in SECONDARY or any(there("again-carried.jsonl", row | dict(loss=facts["last"]["loss"]))
-                               for row in (short, about) if facts)
+                                    for row in (short, about) if facts)
     if facts and not known: # of this very run: stage I may have been made again
         first = Path(model)
         seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
@@ -445,7 +445,9 @@ if __name__ == "__main__":
     given = parser.parse_args()
     place = ROOT/"dry-rows" if given.rung.startswith("dry") else KEPT/"trial" if given.trial else KEPT
     seeds = [seed + 10*given.trial for seed in SEEDS[:given.seeds]]
-    more = () if given.what == "tune" else (seeds,)
-    groups = ["".join(arm for arm in given.arms if (arm in SECONDARY) == later) for later in (False, True)]
-    sys.exit(any([dict(tune=tune, run=run, all=run_all)[given.what](given.rung, *more, arms, place, given.jobs)
-                  for arms in groups if arms])) # what the verdicts need comes first
+    work, more = dict(tune=tune, run=run, all=run_all)[given.what], () if given.what == "tune" else (seeds,)
+    failed = 0
+    for later in (False, True): # what the verdicts need comes first
+        if arms := "".join(arm for arm in given.arms if (arm in SECONDARY) == later):
+            failed += work(given.rung, *more, arms, place, given.jobs)
+    sys.exit(bool(failed))
