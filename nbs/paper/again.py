@@ -78,8 +78,9 @@ BAGS = dict(objectives=dict(ebae=1.0, ebar=1.0)) # LLaMA2Vec's two
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None, # own pairs, strangers, no stage I
             B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS), # bags alone
             L=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, # language modelling
-                   objectives=dict(lm=1.0), alpha=0.5))
-SECONDARY = "BL" # without a share in the verdicts
+                   objectives=dict(lm=1.0), alpha=0.5),
+            C=dict(pairing="own", objectives=dict(anchor=0.3, ebae=1.0, ebar=1.0))) # bags as in B, and reconstruction
+SECONDARY = "BLC" # without a share in the verdicts
 
 
 def keep(name, row, kept=KEPT):
@@ -154,7 +155,7 @@ def first_stage(rung, arm, seed, pairs):
     elif plan.get("warm"):
         bags = dict(BAGS, steps=plan["warm"], carry_pairs=0)
         first = {name: value for name, value in plan["stage1"].items() if name not in KEPT_APART} | bags
-        train(Stage1(model=model, out=str(place/"bags"), **how, **COMMON | first | ARMS[arm]))
+        train(Stage1(model=model, out=str(place/"bags"), **how, **COMMON | first | ARMS[arm] | bags))
         model = str(place/"bags")
     facts = train(Stage1(model=model, out=str(place/"stage1"), **how,
                          **COMMON | plan["stage1"] | dict(steps=steps) | ARMS[arm]))
@@ -170,8 +171,9 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     short, by = about | dict(rung=rung.removesuffix(LONG)), made() # at a constant rate a long run begins as a short one
     there = lambda name, row: any(row.items() <= known.items() for known in rows_of(kept/name))
     model, facts = first_stage(rung, arm, seed, pairs)
-    known = arm in SECONDARY or any(there("again-carried.jsonl", row | dict(loss=facts["last"]["loss"]))
-                                    for row in (short, about) if facts)
+    objectives = (plan["stage1"] | (ARMS[arm] or {})).get("objectives", dict(anchor=1.0))
+    known = "anchor" not in objectives or any(there("again-carried.jsonl", row | dict(loss=facts["last"]["loss"]))
+                                              for row in (short, about) if facts)
     if facts and not known: # of this very run: stage I may have been made again
         first = Path(model)
         seconds = sum(row["seconds"] for row in rows_of(first/"speed.jsonl"))
@@ -404,18 +406,18 @@ class Contrast:
         return "no difference that matters" if self.equivalence <= 0.05 else "undecided"
 
 
-def contrasts(rows, rung, step=0, others="SW"):
-    "A less each of the others, of a rung; ValueError unless every arm has the same seeds, at least two."
+def contrasts(rows, rung, step=0, others="SW", first="A"):
+    "`first` less each of the others, of a rung; ValueError unless every arm has the same seeds, at least two."
     rows = [row for row in rows if row["rung"] == rung]
     last = RUNGS[rung]["stage2"]["steps"] if rung in RUNGS else max((row["step"] for row in rows), default=0)
     step = step or last
     scores = {arm: {row["seed"]: row["ndcg_at_10"] for row in rows if row["arm"] == arm and row["step"] == step}
-              for arm in "A" + others}
-    seeds = sorted(scores["A"])
+              for arm in first + others}
+    seeds = sorted(scores[first])
     if len(seeds) < 2 or any(sorted(each) != seeds for each in scores.values()):
         raise ValueError(f"{rung} has the seeds " + ", ".join(f"{arm}: {sorted(each)}" for arm, each in scores.items())
                          + "; run it to its end")
-    found = {f"A - {arm}": tuple(scores["A"][seed] - scores[arm][seed] for seed in seeds) for arm in others}
+    found = {f"{first} - {arm}": tuple(scores[first][seed] - scores[arm][seed] for seed in seeds) for arm in others}
     p = {name: sign_flip(each) for name, each in found.items()}
     adjusted = holm(p)
     return [Contrast(name, each, p[name], adjusted[name], *interval(each), equivalent(each))
@@ -439,7 +441,8 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["run", "tune", "all"])
     parser.add_argument("rung", choices=RUNGS)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; the plan has seven")
-    parser.add_argument("--arms", default="ASW", help="A own pairs, S strangers, W none, B bags, L language modelling")
+    parser.add_argument("--arms", default="ASW", help="A own pairs, S strangers, W none; B bags alone, C bags of that "
+                        "weight beside reconstruction, L language modelling")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side; 0: as many as fit the GPUs")
     parser.add_argument("--trial", action="store_true", help="seeds that the plan does not use, rows kept apart")
     given = parser.parse_args()

@@ -60,6 +60,7 @@ def test_six_seeds_could_never_pass_and_seven_can():
                           for arm in "ASW" for seed in range(seeds)]
     assert {one.verdict for one in again.contrasts(rows(6), "r")} == {"undecided"}
     assert {one.verdict for one in again.contrasts(rows(7), "r")} == {"greater"}
+    assert [one.name for one in again.contrasts(rows(7), "r", others="W", first="S")] == ["S - W"]
     fewer = [row for row in rows(7) if (row["arm"], row["seed"]) != ("S", 3)]
     with pytest.raises(ValueError, match="run it to its end"): again.contrasts(fewer, "r")
 
@@ -110,7 +111,8 @@ def test_the_steps_and_objectives_of_each_arm(monkeypatch):
     assert kept == {"A-1/bags": (150, "own", False, bags), "A-1/stage1": (800, "own", True, both),
                     "S-1/bags": (150, "strangers", False, bags), "S-1/stage1": (800, "strangers", True, both),
                     "B-1/bags": (150, "own", False, bags), "B-1/stage1": (800, "own", False, bags),
-                    "L-1/stage1": (950, "own", False, dict(lm=1.0))}
+                    "L-1/stage1": (950, "own", False, dict(lm=1.0)),
+                    "C-1/bags": (150, "own", False, bags), "C-1/stage1": (800, "own", True, bags | dict(anchor=0.3))}
 
 
 def test_the_plan_runs_from_one_command_and_a_second_time_does_nothing(tmp_path):
