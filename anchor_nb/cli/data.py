@@ -45,6 +45,12 @@ def check(data: Pairs, columns: Columns = "",
         raise typer.Exit(1)
 
 # %% ../../nbs/cli/04_data.ipynb #f02d77c1
+def left_out(data: str, columns: dict) -> list: # of lines
+    "What the written pairs lack of the rows that were read."
+    from anchor_nb.data.inspection import unread
+    names = ", ".join(unread(data, columns))
+    return [f"not in the pairs, which have no such field: {names}"]*bool(names)
+
 @app.command("split", rich_help_panel=DATA)
 def split(data: Pairs, out: option(str, "a new folder, for the pairs and the test set", "--out", "-o"),
           share: option(float, "of the queries that go into the test set") = 0.1,
@@ -55,19 +61,13 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the tes
     from anchor_nb.data.splitting import split_lines, split_pairs
     with answering(as_json) as answer:
         facts = split_pairs(data, out, share, queries, by, seed, read_columns(columns))
-        answer(facts, *map(printable, split_lines(facts, out)),
+        answer(facts, *map(printable, split_lines(facts, out)), *left_out(data, read_columns(columns)),
                f"next: anchor-nb stage2 --data {quote(f'{out}/pairs')} --out runs/mine",
                f"then: anchor-nb evaluate runs/mine --task {quote(f'{out}/test')}")
 
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0
 Format = option(str, "anchor_nb, gritlm or columns", "--format")
 NewPairs = option(str, "folder for the pairs that are left, and for the report", "--out", "-o")
-
-def left_out(data: str, columns: dict) -> list: # of lines
-    "What the written pairs lack of the rows that were read."
-    from anchor_nb.data.inspection import unread
-    names = ", ".join(unread(data, columns))
-    return [f"not in the pairs, which have no such field: {names}"]*bool(names)
 
 @app.command("filter", rich_help_panel=DATA)
 def filter_pairs(data: Pairs, out: NewPairs,

@@ -6,7 +6,7 @@
 __all__ = ['write_text', 'check_whole', 'scratch', 'new_folder', 'local_places', 'keep_apart', 'saving']
 
 # %% ../../nbs/core/03_files.ipynb #18048d5d
-import errno, json, os, re, secrets, shutil
+import errno, json, os, re, secrets, shutil, warnings
 from contextlib import contextmanager, suppress
 from glob import escape
 from hashlib import file_digest
@@ -99,6 +99,21 @@ def sync(path: Path):
     try: os.fsync(handle)
     finally: os.close(handle)
 
+# %% ../../nbs/core/03_files.ipynb #826c1fc2
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP) # such as Lustre without flock, NFS without lockd
+
+def lock(handle, wait: bool = True) -> bool | None: # False: another process has it; None: nobody can
+    "Lock an open file; warns where its file system has no locks."
+    try: fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError: return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        warnings.warn(f"the file system of {handle.name} has no locks ({error.strerror}); see to it yourself that no "
+                      "two runs write into one folder", stacklevel=2)
+        return None
+    return True
+
 # %% ../../nbs/core/03_files.ipynb #f08db1ba
 @contextmanager
 def scratch(parent: Path, # created if needed
@@ -111,7 +126,7 @@ def scratch(parent: Path, # created if needed
         if re.fullmatch("[a-z0-9_]{8}", left.name[len(name) + 2:]): clear(left, parent/name)
     with TemporaryDirectory(prefix=f".{name}-", dir=parent, ignore_cleanup_errors=True) as place:
         with open(Path(place, ".new"), "w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle)
             Path(place, ".new").rename(Path(place, ".lock")) # a lock that can be seen is held
             yield Path(place)
 
@@ -121,8 +136,7 @@ def clear(left: Path, target: Path):
     try: handle = open(left/".lock", "r+")
     except OSError: return # it has only just been created, or is not a scratch folder
     with handle:
-        try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError: return
+        if not lock(handle, wait=False): return
         if (left/"old").exists() and not target.exists(): (left/"old").rename(target)
         shutil.rmtree(left, ignore_errors=True)
 

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 import numpy as np
 from .tables import find_sources, table_rows
-from .rows import FIELDS, MEANS, NEGATIVE, pair_columns, parse_row
+from .rows import FIELDS, GRADE, MEANS, NEGATIVE, pair_columns, parse_row
 from .deduplication import duplicates, plain
 
 # %% ../../nbs/data/09_inspection.ipynb #4509b13e
@@ -43,11 +43,15 @@ def read_sheet(source: str, columns: dict) -> Sheet:
     return sheet
 
 # %% ../../nbs/data/09_inspection.ipynb #0bda5e02
+def no_fields(names) -> list: # of names
+    "Those that pairs do not have."
+    known = lambda name: name in MEANS or name in FIELDS or NEGATIVE.fullmatch(name) or GRADE.fullmatch(name)
+    return [name for name in dict.fromkeys(names) if not known(name)]
+
 def unread(data: str, columns: dict = {}) -> list: # of names
     "The fields of each source's first row that pairs do not have."
     firsts = [next(iter(table_rows(source, columns)), ("", {}))[1] for source in find_sources(data).values()]
-    known = lambda name: name in MEANS or name in FIELDS or NEGATIVE.fullmatch(name)
-    return [name for name in dict.fromkeys(name for raw in firsts for name in raw) if not known(name)]
+    return no_fields(name for raw in firsts for name in raw)
 
 # %% ../../nbs/data/09_inspection.ipynb #78b3566f
 EMPTY = ("nan", "none", "null", "n/a", "na", "#n/a", "-") # what programs write where there is nothing
@@ -60,6 +64,8 @@ def odd(row: dict) -> str: # empty: nothing
         if plain(text) in EMPTY: return f"{name} is {text.strip()!r}, which stands for an empty cell"
         if not re.search(r"[^\W\d_]", text): return f"{name} has no letter: {text.strip()[:40]!r}"
         if "\ufffd" in text: return f"{name} has a character that could not be decoded (\ufffd)"
+        if re.fullmatch(r"\[\s*(['\"]).*\1\s*\]", text.strip(), re.DOTALL):
+            return f"{name} is a list in one text: {text.strip()[:40]!r}; a list needs JSON or parquet"
     positives = {plain(text) for text in row["positives"]}
     if plain(row["query"]) in positives: return "query and positive are the same text"
     if positives & {plain(text) for text in row["negatives"]}: return "a negative is a positive too"
@@ -155,7 +161,9 @@ def report_lines(report: dict) -> list: # report: from `inspect_pairs`
     for name, facts in report["datasets"].items():
         fields = ", ".join(field if count == facts["rows"] else f"{field} ({count})"
                            for field, count in facts["fields"].items())
+        ignored = ", ".join(no_fields(facts["fields"]))
         lines += [f"{name}: {facts['rows']} rows in {facts['source']}", f"  fields: {fields}",
+                  *[f"  not read, since pairs have no such field: {ignored}"]*bool(ignored),
                   f"  {facts['queries']} different queries, {facts['documents']} different documents; "
                   f"{facts['with_negatives']} rows with negatives",
                   *length_line(facts["lengths"], report["unit"], report["max_length"]),

@@ -91,12 +91,14 @@ def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or w
     "The parts of a line."
     if not isinstance(row, dict): return "", "", ": not a JSON object; write {...} on each line"
     name, text = "_id" if "_id" in row or "id" not in row else "id", row.get("text")
+    if text is None and "text" in row and row.get("title"): text = "" # an empty cell; the title is enough
     number = "" if isinstance(row.get(name), bool) or not isinstance(row.get(name), (str, int)) else str(row[name])
     for field, fine in ((name, number), ("text", isinstance(text, str))):
         if not fine:
             kind = "neither text nor a number" if field == name else "not text"
             state = "missing" if field not in row else "empty" if row[field] == "" else kind
-            return number, "", f', field {field!r} is {state}; add "{field}": "..." to this line'
+            fix = f"or name the column that holds it with --columns {field.lstrip('_')}=COLUMN"*(state == "missing")
+            return number, "", f", field {field!r} is {state}; add it to this line{', '*bool(fix)}{fix}"
     text = (str(row.get("title") or "") + " " + text).strip()
     try:
         for field, value in ((name, number), ("text", text)): check_unicode(value, field)
@@ -118,12 +120,20 @@ def read_qrels(path: Path,      # a table of judgements
         return qrels
     rows = [(number, line.split("\t" if "\t" in line else None)) for number, line in enumerate(text.split("\n"), 1)
             if line.strip()]
-    if rows and len(rows[0][1]) in (3, 4) and grade_of(rows[0][1][-1]) is None: del rows[0] # a header
+    if rows and len(rows[0][1]) in (3, 4) and not is_number(rows[0][1][-1]): del rows[0] # a header
     for number, cells in rows:
-        if fault := fault_of(cells, queries, corpus):
-            faults.add(f"{path}, line {number}{fault}")
-        else: qrels.setdefault(cells[0], {})[cells[-2]] = grade_of(cells[-1])
+        if not (fault := fault_of(cells, queries, corpus)):
+            grade, judged = grade_of(cells[-1]), qrels.setdefault(cells[0], {})
+            if judged.setdefault(cells[-2], grade) != grade:
+                fault = f": query {cells[0]!r} has another grade for {cells[-2]!r} further up; keep one of them"
+        if fault: faults.add(f"{path}, line {number}{fault}")
     return qrels
+
+def is_number(cell: str) -> bool:
+    "Whether a cell is a number of any kind."
+    try: float(cell)
+    except ValueError: return False
+    return True
 
 def grade_of(cell: str) -> int | None: # None if it is no whole number
     "A grade, also where it is written as 1.0."
@@ -165,7 +175,8 @@ def splits_of(folder: Path) -> dict: # split -> file of judgements
     "The judgements of a folder."
     tables = lambda pattern: [path for path in sorted(folder.glob(pattern))
                               if re.search(r"\.(tsv|txt)(\.gz)?$", path.name)]
-    beside = {"test": path for path in tables("qrels.*")[:1]}
+    split = re.compile(r"qrels\.(?:(.*)\.)?(?:tsv|txt)(?:\.gz)?")
+    beside = {split.fullmatch(path.name)[1] or "test": path for path in tables("qrels.*")}
     return beside | {path.name.partition(".")[0]: path for path in tables("qrels/*")}
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #a7719c3e

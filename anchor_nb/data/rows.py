@@ -19,19 +19,22 @@ from .tables import (PARSING, RowTable, Unusual, byte_lines, cached_table, check
 
 # %% ../../nbs/data/02_rows.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # field names of the query, in order of preference
-POSITIVE = ("positive", "pos", "positives", "answer", "document", "sentence2")
+POSITIVE = ("positive", "pos", "positives", "answer", "document", "sentence2", "positive_passages", "positive_ctxs")
 
 # %% ../../nbs/data/02_rows.ipynb #524f6757
-NEGATIVE = re.compile(r"neg|negatives?|negative_\d+")
+NEGATIVE = re.compile(r"(hard_)?neg(ative)?s?(_?\d+|_passages|_ctxs)?")
+GRADE = re.compile(r"((gold|similarity)_)?(score|label)|labels|relevance|is_duplicate") # of a pair
 
 def proposal(fields: list) -> str: # such as "columns='{query: frage, positive: antwort}'"
-    "The mapping to type for a row with these fields: the names nearest to ours, else the first ones."
-    left, named = list(fields), {}
+    "The mapping to type for a row with these fields of text: the names nearest to ours, else the first ones."
+    negative = next((name for name in fields if re.search("neg", name, re.IGNORECASE)), "")
+    left, named = [name for name in fields if name != negative and not re.fullmatch("_?id|.*_id", name)], {}
     for ours, names in dict(query=QUERY, positive=POSITIVE).items():
         near = [name for wanted in names for name in difflib.get_close_matches(wanted, left, 1, 0.75)]
         named |= {ours: left.pop(left.index(near[0]))} if near else {}
     named = {ours: named.get(ours) or (left.pop(0) if left else "...") for ours in ("query", "positive")}
-    return f"columns='{{query: {named['query']}, positive: {named['positive']}}}'"
+    more = f", negative: {negative}" if negative and not NEGATIVE.fullmatch(negative) else ""
+    return f"columns='{{query: {named['query']}, positive: {named['positive']}{more}}}'"
 
 def pick_field(raw: dict,    # a row as read
                names: tuple, # the names the field may have
@@ -44,16 +47,25 @@ def pick_field(raw: dict,    # a row as read
     fields = [str(name) for name in raw]
     if any(len(name) > 60 or name.endswith(("?", ".")) for name in fields):
         raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(name[:60] for name in fields)}, "
-                         "which looks like a row; begin the file with a header, such as query,positive")
-    texts = [str(name) for name, value in raw.items() if re.search(r"[^\W\d_]", str(value or ""))] # no numbers
+                         "which looks like a row; begin the file with a header that names the columns, such as "
+                         "query, positive and negative, divided as the rows are")
+    first = lambda value: value[0] if isinstance(value, list) and value else value
+    texts = [str(name) for name, value in raw.items() # no numbers
+             if isinstance(first(value), str) and re.search(r"[^\W\d_]", first(value))]
     raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)}, and one of "
-                     f"{', '.join(names)} is needed; say which is which, such as {proposal(texts)}")
+                     f"{', '.join(names)} is needed; say which is which, such as {proposal(texts)}, or "
+                     "give a file without a header one")
 
 # %% ../../nbs/data/02_rows.ipynb #8e9fd8fb
+def is_pair(value) -> bool:
+    "Whether a value is a list of two texts."
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(part, str) for part in value)
+
 def as_text(value, field: str) -> tuple: # (instruction, text); the instruction of a bare string is None
     "A string, or a pair of instruction and text; ValueError names the field."
-    pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(part, str) for part in value)
-    instruction, text = value if pair else (None, value)
+    if isinstance(value, dict) and isinstance(value.get("text"), str): # Tevatron's and DPR's passages
+        value = f"{value.get('title') or ''} {value['text']}".strip()
+    instruction, text = value if is_pair(value) else (None, value)
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is {type(text).__name__}, not text; write it as a string")
     if not text.strip():
@@ -148,7 +160,7 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
     if not isinstance(raw, dict):
         raise ValueError(f"the row is {type(raw).__name__}, not an object; write {{\"query\": ..., \"positive\": ...}}")
     name = pick_field(raw, QUERY)
-    if graded := [field for field in ("score", "label") if raw.get(field) is not None]:
+    if graded := [field for field in filter(GRADE.fullmatch, raw) if raw[field] is not None]:
         raise ValueError(f"field {graded[0]!r} grades the pair, and training takes only pairs that belong together; "
                          "remove the other rows, and the field; if it is not a grade, hide it with "
                          f"columns='{{{graded[0]}: }}'")
@@ -159,6 +171,9 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
     if not positives:
         raise ValueError(f"field {name!r} is an empty list; give at least one text")
     keys = sorted(filter(NEGATIVE.fullmatch, raw), key=lambda key: (len(key), key)) # negative_2 before negative_10
+    if paired is not None and (flat := [key for key in (name, *keys) if is_pair(raw[key])]):
+        raise ValueError(f"field {flat[0]!r} is a list of two texts beside a query with an instruction, so that the "
+                         "first may be an instruction too; write [[instruction, text]], or [[\"\", text], ...]")
     rest = {key: as_texts(raw[key], key) for key in keys if raw[key] is not None}
     negatives = [pair for pairs in rest.values() for pair in pairs]
     positive_scores, negative_scores = teacher_scores(raw, len(positives), len(negatives))
@@ -168,11 +183,11 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
 
 # %% ../../nbs/data/02_rows.ipynb #d51cb2f0
 FIELDS = ("query", "positive", "negative", "negatives", "instruction", "positive_scores", "negative_scores", "scores",
-          "score", "label") # what `columns` may name
+          "score", "label") # what `columns` may name, and any `NEGATIVE` or `GRADE`
 
 def pair_columns(columns: dict) -> dict: # the same
     "ValueError for a mapping that names a field which pairs do not have."
-    return check_columns(columns, (*FIELDS, *filter(NEGATIVE.fullmatch, columns)))
+    return check_columns(columns, (*FIELDS, *filter(NEGATIVE.fullmatch, columns), *filter(GRADE.fullmatch, columns)))
 
 # %% ../../nbs/data/02_rows.ipynb #b2c9aa10
 def parsed(source: str, columns: dict = {}) -> Iterator: # columns: our name -> theirs; -> rows in the common form
@@ -185,10 +200,10 @@ def parsed(source: str, columns: dict = {}) -> Iterator: # columns: our name -> 
 # %% ../../nbs/data/02_rows.ipynb #740283a9
 def parser_version() -> str:
     "Changes when the code that reads a row does."
-    parts = (parse_row, as_text, as_texts, pick_field, teacher_scores, open_table, check_unicode, is_number,
+    parts = (parse_row, is_pair, as_text, as_texts, pick_field, teacher_scores, open_table, check_unicode, is_number,
              check_scores, query_instruction, document_instruction,
              plain_fields, as_lists, plain_texts, plain_scores, plain_rows, json_blocks,
-             QUERY, POSITIVE, NEGATIVE.pattern, VISIBLE, MEANS, LIKE_OURS)
+             QUERY, POSITIVE, NEGATIVE.pattern, GRADE.pattern, VISIBLE, MEANS, LIKE_OURS)
     return code_hash(*parts, *PARSING)
 
 KINDS = dict(query=str, positives=[str], negatives=[str], instruction=str, document_instruction=str,
@@ -202,7 +217,7 @@ def expect(plain: bool):
 
 # a character that is no white space, as Python sees it
 VISIBLE = r"[^\s\v\x1c-\x1f\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}]"
-MEANS = {*QUERY, *POSITIVE, "score", "label", "scores", "pos_scores", "neg_scores"} # what else `parse_row` looks at
+MEANS = {*QUERY, *POSITIVE, "scores", "pos_scores", "neg_scores"} # what else `parse_row` looks at, and any `GRADE`
 LIKE_OURS = ("instruction", "positive_scores", "negative_scores") # read under these names only
 
 def plain_fields(names: list, columns: dict) -> dict: # "query", "positive" and, where there is one, "negative" -> name
@@ -217,7 +232,7 @@ def plain_fields(names: list, columns: dict) -> dict: # "query", "positive" and,
     negatives = [name for name in left if NEGATIVE.fullmatch(name)]
     if negatives and "negative" not in fields: fields["negative"] = negatives.pop()
     expect(fields["query"] and fields["positive"] and not negatives)
-    expect(not any(name in MEANS for name in left if name not in fields.values()))
+    expect(not any(name in MEANS or GRADE.fullmatch(name) for name in left if name not in fields.values()))
     return fields
 
 # %% ../../nbs/data/02_rows.ipynb #d3f00c05

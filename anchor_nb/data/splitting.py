@@ -54,7 +54,8 @@ def draw_test(rows: list, groups: list, wanted: int, seed: int) -> list: # row n
         if queries == wanted: break
     if not taken:
         raise ValueError(f"every group of rows that share documents or nearly repeat each other has more than {wanted} "
-                         "queries; raise the share, or run `anchor-nb dedup` first")
+                         "queries; ask for more queries. Where many queries share their documents, as in a log of "
+                         "clicks, keep one row for each document before splitting")
     return sorted(taken)
 
 # %% ../../nbs/data/10_splitting.ipynb #56dae279
@@ -191,8 +192,8 @@ def split_lines(facts: dict, out: str) -> list:
     if queries < FEW: lines.append(f"{queries} queries are few: only large differences will show; for 100 and more, "
                                    "raise --share or --queries, or collect more pairs")
     if facts["largest_group"] > facts["rows"]/2:
-        lines.append(f"the largest group has {facts['largest_group']} rows and is trained on as a whole; texts made "
-                     "from one template count as near-duplicates")
+        lines.append(f"the largest group has {facts['largest_group']} rows and is trained on as a whole: they share "
+                     "documents, or nearly repeat each other, as texts made from one template do")
     if facts.get("file_names"):
         lines.append("the answers look like names of files, and are taken for texts; only adapt looks them up")
     return lines

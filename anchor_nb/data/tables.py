@@ -12,6 +12,7 @@ from glob import escape
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import Iterator
 from .shards import is_address, name_of_address, shards_at
 from ..core.files import RECORD, damage, seal
@@ -52,17 +53,23 @@ def byte_lines(path) -> Iterator: # of (number, line with its end)
         raise ValueError(f"{path} is damaged or breaks off after line {number} ({error}); copy or download it "
                          "again") from None
 
+def converted(encoding: str, path) -> str:
+    "The command that writes a file as UTF-8, decompressed."
+    name, packed = Path(path).name, format_of(path)[1]
+    unpack = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}.get(packed)
+    before, file = (f"{unpack} -dc {quote(str(path))} | ", "") if unpack else ("", f" {quote(str(path))}")
+    return f"{before}iconv -f {encoding} -t UTF-8{file} > {quote('utf8-' + name.removesuffix(packed))}"
+
 def decoded(line: bytes, path, number: int) -> str:
     "A line as text; ValueError names file, line and fix. A byte order mark is dropped."
     if number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise ValueError(f"{path}, line 1: UTF-16, not UTF-8; save the file as UTF-8, such as: "
-                         f"iconv -f UTF-16 -t UTF-8 {path} > utf8-{Path(path).name}")
+                         f"{converted('UTF-16', path)}")
     try: return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         shown = ascii(line[max(0, error.start - 20):error.start].decode("utf-8", "ignore"))
         raise ValueError(f"{path}, line {number}: not UTF-8 (byte 0x{line[error.start]:02x} after {shown}); save the "
-                         f"file as UTF-8, such as: iconv -f WINDOWS-1252 -t UTF-8 {path} > "
-                         f"utf8-{Path(path).name}") from None
+                         f"file as UTF-8, such as: {converted('WINDOWS-1252', path)}") from None
 
 # %% ../../nbs/data/01_tables.ipynb #ac1ee0c4
 def read_json(line: bytes, path, number: int, wanted: str = "one JSON object per line"):
@@ -137,6 +144,17 @@ def row_of(header: list, cells: list) -> dict: # column -> text, or None where t
     "A row of a file format that holds only text."
     return {name: cell if cell.strip() else None for name, cell in zip(header, cells) if name}
 
+def quotes_are_text(path, tabs: int) -> bool: # tabs: of the header
+    "Whether every line of a file has as many tabs, and one of them, by itself, is badly quoted: nobody quoted it."
+    badly = False
+    for _, line in byte_lines(path):
+        if not line.strip(): continue
+        if line.count(b"\t") != tabs: return False
+        if badly or not (line.startswith(b'"') or b'\t"' in line): continue
+        try: list(csv.reader([line.decode("utf-8", "replace")], delimiter="\t", strict=True))
+        except csv.Error: badly = True
+    return badly
+
 def csv_records(path) -> Iterator: # of (number of its first line, cells, the delimiter)
     "The records of a delimited file that are not blank."
     lines = (decoded(line, path, number) for number, line in byte_lines(path))
@@ -149,7 +167,9 @@ def csv_records(path) -> Iterator: # of (number of its first line, cells, the de
     usual = "\t" if format_of(path)[0] == ".tsv" else ","
     delimiter = stated or max((usual, *",;\t|"), key="".join(head[-1:]).count) # of equals the first
     csv.field_size_limit(max(csv.field_size_limit(), CELL))
-    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True)
+    quoting = delimiter == "\t" and head and quotes_are_text(path, head[-1].count("\t"))
+    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True,
+                        quoting=csv.QUOTE_NONE if quoting else csv.QUOTE_MINIMAL)
     while True:
         line = reader.line_num + 1
         try: cells = next(reader, None)
@@ -343,8 +363,8 @@ def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None, # ki
 # %% ../../nbs/data/01_tables.ipynb #f9f850f3
 READERS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows,
            ".xlsx": sheet_rows} # suffix -> function of a path -> (place in the file, row) of all rows
-PARSING = (json_lines, json_rows, rows_within, is_jsonl, read_json, decoded, csv_records, csv_rows, header_of, row_of,
-           sheet_rows, renamed)
+PARSING = (json_lines, json_rows, rows_within, is_jsonl, read_json, decoded, quotes_are_text, csv_records, csv_rows,
+           header_of, row_of, sheet_rows, renamed)
 
 def code_of(part): # part: a function, its code, or a value; -> what JSON can hold
     "The code of a function with the names and constants in it: the same instructions may read another field."

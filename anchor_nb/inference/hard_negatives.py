@@ -6,7 +6,7 @@
 __all__ = ['check_pairs', 'mine']
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #9ad0575b
-import hashlib, json
+import hashlib, json, os
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 import numpy as np
@@ -355,16 +355,23 @@ def record(negatives: int) -> np.dtype:
                      ("refused", "<i8"),  # candidates in the window of ranks that score too high
                      ("count", "<i4"), ("done", "<i1")]) # of negatives; whether the row was searched for
 
+def reserve(file: Path, size: int): # size: bytes, over 0
+    "A new file of zeros that has its place on the disk: writing to a map of a full one would kill the process."
+    with open(file, "wb") as handle:
+        handle.truncate(size)
+        if hasattr(os, "posix_fallocate"): os.posix_fallocate(handle.fileno(), 0, size) # not on macOS
+
 class Mined:
     "What was found for each row, on disk; kept from a run that was stopped where the same `decides`."
     def __init__(self, pool: Pool, known: Known, negatives: int, decides: list):
         self.known, key = known, json.dumps(decides)
         rows, scores, decided = files = [pool.beside(name) for name in MINED]
         again = all(file.is_file() for file in files) and decided.read_text(encoding="utf-8") == key
-        if not again: pool.remove(MINED)
-        mode = "r+" if again else "w+"
-        self.rows = np.memmap(rows, record(negatives), mode, shape=(len(known),))
-        self.scores = np.memmap(scores, "<f4", mode, shape=(len(known.numbers),)) # of the known documents
+        kinds = {rows: (record(negatives), len(known)), scores: (np.dtype("<f4"), len(known.numbers))}
+        if not again:
+            pool.remove(MINED)
+            for file, (kind, count) in kinds.items(): reserve(file, kind.itemsize*count)
+        self.rows, self.scores = (np.memmap(file, kind, "r+", shape=(count,)) for file, (kind, count) in kinds.items())
         write_text(decided, key)
 
     def done(self, rows: np.ndarray) -> bool: return bool(self.rows["done"][rows].all())

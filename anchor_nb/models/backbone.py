@@ -262,7 +262,8 @@ def attach_adapter(model, folder): # -> the model with the adapter merged into i
         config.target_modules = {target.removeprefix(level) for target in config.target_modules}
     if bare: config.task_type = None # peft wants a head for the task of language modelling
     misfit = f"{folder}: the adapter does not fit {type(model).__name__}, see {{}}; it was made on another model"
-    try: adapted = PeftModel.from_pretrained(model, str(folder), config=config, key_mapping=change or None)
+    try: adapted = PeftModel.from_pretrained(model, str(folder), config=config, key_mapping=change or None,
+                                               torch_device="cpu")
     except RuntimeError as error:
         raise ValueError(misfit.format(str(error).splitlines()[-1].strip())) from None
     for pattern, new in change.items(): names = [re.sub(pattern, new, name) for name in names]

@@ -6,10 +6,10 @@
 __all__ = ['add_row', 'keep_rows', 'checkpoints', 'drop_checkpoints', 'locked', 'check_places']
 
 # %% ../../nbs/runs/02_checkpoints.ipynb #7f77b8c5
-import fcntl, json, os, shutil, warnings
+import json, os, shutil, warnings
 from contextlib import contextmanager
 from pathlib import Path
-from ..core.files import check_whole, damage, keep_apart, local_places, write_text
+from ..core.files import check_whole, damage, keep_apart, local_places, lock, write_text
 from ..core.recipe import RECIPES
 from ..core.names import near_paths
 from ..data.tables import find_sources
@@ -62,11 +62,9 @@ def locked(out: Path,      # created if needed
     out.mkdir(parents=True, exist_ok=True)
     with open(out/(f".{name}.lock" if name else ".lock"), "a") as handle: # "w" would touch the file of a finished run
         os.register_at_fork(after_in_child=handle.close) # or workers would hold it for seconds after a killed run
-        try: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if lock(handle, wait=False) is False:
             what = f"{name} " if name else ""
-            raise ValueError(f"another process is running {what}in {out}; wait for it, or choose "
-                             "another out") from None
+            raise ValueError(f"another process is running {what}in {out}; wait for it, or choose another out")
         yield
 
 # %% ../../nbs/runs/02_checkpoints.ipynb #b95aafa9

@@ -8,7 +8,7 @@ __all__ = ['write_json', 'read_json', 'append_rows', 'read_rows', 'frame', 'late
 # %% ../../nbs/runs/03_ledger.ipynb #8a104544
 import json, os, warnings
 from pathlib import Path
-from ..core.files import write_text
+from ..core.files import lock, write_text
 from ..core.redaction import without_secrets
 
 # %% ../../nbs/runs/03_ledger.ipynb #8563e534
@@ -38,12 +38,11 @@ def append_rows(path: Path, # a .jsonl file
                 rows: list, # dicts
                ) -> Path:   # the same path
     "Append rows to a file, all of them in one write."
-    import fcntl
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in without_secrets(rows))
     with open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file)
         without_torn_line(file)
         file.write(text.encode("utf-8"))
         file.flush()

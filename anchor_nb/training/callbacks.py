@@ -19,6 +19,10 @@ from ..losses.objectives import to_device
 from ..runs.checkpoints import add_row
 
 # %% ../../nbs/training/05_callbacks.ipynb #f126f4ea
+class AsAsked(TrainerCallback):
+    "A resumed run saves as often as is asked now; transformers takes that from the checkpoint."
+    def on_train_begin(self, args, state, control, **kwargs): state.save_steps = args.save_steps
+
 class Progress(TrainerCallback):
     "A progress bar with loss and tokens per second."
     def __init__(self, trainer_of, name: str): self.trainer_of, self.name, self.bar = trainer_of, name, None

@@ -16,7 +16,9 @@ def check_same_weights(module: nn.Module):
     "RuntimeError when the trained weights of the ranks differ."
     copies = [p.detach() for p in module.parameters() if p.requires_grad and not is_share(p)]
     if world()[1] == 1 or not copies: return
-    total = torch.stack([p.sum(dtype=torch.float64) for p in copies]).sum()[None]
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64} # whose sum does not depend on the order
+    sums = [p.contiguous().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in copies]
+    total = torch.stack(sums).sum()[None]
     low, high = [all_reduce(total.clone(), how).item() for how in ("MIN", "MAX")]
     if low != high:
         raise RuntimeError(f"the ranks hold different weights (sums from {low!r} to {high!r}); gradients were not "

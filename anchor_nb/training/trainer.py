@@ -31,7 +31,7 @@ from ..models.resolve import is_here
 from ..runs.checkpoints import (add_row, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint,
                                         number_of)
 from ..runs.fault_tolerance import BUDGET, STOP_SIGNALS, Stopping, check_finite, halving, kept_budget, listening
-from .callbacks import Carrying, Progress, Snapshots, curves
+from .callbacks import AsAsked, Carrying, Progress, Snapshots, curves
 from .inputs import Inputs, ModuleSettings, Record, Resolved, check_inputs, check_same_run
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
@@ -62,7 +62,8 @@ def with_adapter(lm, how: ModuleSettings, checkpoint: Path | None, tokens: list)
     "New adapters, or those of a checkpoint; the rows of `tokens` train with them."
     if not checkpoint: return add_lora(lm, how.lora_rank, how.lora_alpha, how.lora_dropout, how.seed, tokens)
     from peft import PeftModel
-    return PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True)
+    # peft would load onto GPU 0 on every rank
+    return PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True, torch_device="cpu")
 
 # %% ../../nbs/training/09_trainer.ipynb #ae33a096
 def saver(formatter: Formatter, record: Record): # -> a function of (module, folder)
@@ -93,7 +94,8 @@ def training_arguments(recipe: Training) -> TrainingArguments:
         logging_steps=1, logging_nan_inf_filter=False, disable_tqdm=True, run_name=Path(recipe.out).name,
         report_to=[name for name in recipe.trackers if name != "tensorboard"] or "none",
         save_strategy="steps" if recipe.save_steps else "no", save_steps=recipe.save_steps or 1, ignore_data_skip=True,
-        ddp_find_unused_parameters=False, ddp_backend="gloo" if not gpu and "WORLD_SIZE" in os.environ else None)
+        ddp_find_unused_parameters=False, ddp_timeout=4*3600, # while the first rank writes a large model
+        ddp_backend="gloo" if not gpu and "WORLD_SIZE" in os.environ else None)
     # or one process with several GPUs would wrap the model in DataParallel, which cuts through packed texts
     args._n_gpu = min(args.n_gpu, 1)
     return args
@@ -224,6 +226,8 @@ class AnchorTrainer(KeptRows):
         steps = Steps(inputs.tables, inputs.batches, inputs.instructions, self.step, first, recipe.steps)
         super().__init__(module, args, train_dataset=steps)
         self.remove_callback(PrinterCallback)
+        self.add_callback(AsAsked())
+        if rank := world()[0]: torch.manual_seed(recipe.seed + rank) # or dropout would draw alike on every rank
         self.save_into, self.facts, self.schedule_steps = save, {}, recipe.schedule_steps
         self.keep, self.shared = (recipe.keep_last, recipe.keep_every), any(map(is_share, module.parameters()))
         if self.shared: # autocast as ever, but no DDP
@@ -345,6 +349,13 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
     trainer.accelerator.wait_for_everyone()
     return facts
 
+# %% ../../nbs/training/09_trainer.ipynb #5197504d
+def finished(out: Path, keep_every: int) -> dict | None: # facts, as `finish` gives them; None: it is not
+    "What a finished run says of itself."
+    if not (out/"model"/"facts.json").exists(): return None
+    drop_checkpoints(out, keep_every=keep_every) # of a run that was killed between its last breaths
+    return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
+
 # %% ../../nbs/training/09_trainer.ipynb #75634052
 def train(recipe: Training) -> dict[str, Any]:
     """Run a training stage to its end, or resume it where it stopped.
@@ -366,9 +377,7 @@ def train(recipe: Training) -> dict[str, Any]:
     inputs.compute_in(inputs.begun.get("precision", "auto"))
     out, record = inputs.out, Record(inputs)
     check_same_run(out, record)
-    if (out/"model"/"facts.json").exists():
-        drop_checkpoints(out, keep_every=inputs.recipe.keep_every) # of a run that was killed between its last breaths
-        return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
+    if facts := finished(out, inputs.recipe.keep_every): return facts
     args = training_arguments(inputs.recipe)
     if inputs.precision == "auto":
         inputs.compute_in(choose_precision(inputs.config))
@@ -376,6 +385,8 @@ def train(recipe: Training) -> dict[str, Any]:
         if wants_autocast(inputs.precision) != args.bf16: args = training_arguments(inputs.recipe)
     first = world()[0] == 0
     with locked(out) if first else nullcontext():
+        # another process may have finished it since
+        if facts := of_first_rank(finished(out, inputs.recipe.keep_every) if first else None): return facts
         save = saver(inputs.formatter, record)
         checkpoint = of_first_rank(newest_checkpoint(out) if first else None)
         announce("loading", inputs.name)

@@ -1,4 +1,5 @@
 "How many processes compute a run, and how they share the model, leaves its trajectory alone; copies stay equal."
+import re
 import signal
 
 import pytest
@@ -92,6 +93,22 @@ def test_ranks_that_do_not_exchange_gradients_are_noticed(tmp_path):
     output, _ = process.communicate(timeout=300)
     assert process.returncode and "the ranks hold different weights" in output, output[-2000:]
     assert not (tmp_path/"run"/"model").exists()
+
+
+DRAWS = """
+import hashlib, torch
+import anchor_nb.training.trainer as training
+def training_step(self, *args, before=training.AnchorTrainer.training_step, **kwargs):
+    print("draws", hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(), flush=True)
+    return before(self, *args, **kwargs)
+training.AnchorTrainer.training_step = training_step
+"""
+
+
+def test_dropout_draws_otherwise_on_every_rank(tmp_path):
+    process = start(recipe(Stage2, tmp_path/"run", steps=1, processes=2), before=DRAWS)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and len(set(re.findall(r"draws (\w+)", output))) == 2, output[-2000:]
 
 
 def test_which_checkpoints_are_kept(tmp_path):

@@ -1,5 +1,6 @@
 "Invariants of a training run: ranks, micro-batches, kills and time leave its trajectory alone."
 import json
+import os
 import random
 import shutil
 import signal
@@ -49,6 +50,21 @@ def test_eight_bit_optimizer_states(tmp_path):
     train(settings)
     found = rows(tmp_path/"run")
     assert found[-1]["loss"] < found[0]["loss"] - 0.3
+
+
+def test_a_resumed_run_saves_as_often_as_is_asked_now(tmp_path, monkeypatch):
+    from anchor_nb.training.trainer import AnchorTrainer, train
+    saved, publish, step = [], AnchorTrainer.publish, AnchorTrainer.training_step
+
+    def stops(self, *args, **more):
+        if self.state.global_step == 2: os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args, **more)
+    monkeypatch.setattr(AnchorTrainer, "training_step", stops)
+    with pytest.raises(RuntimeError, match="stopped"): train(recipe(Stage2, tmp_path/"run", steps=8, save_steps=0))
+    monkeypatch.setattr(AnchorTrainer, "training_step", step)
+    monkeypatch.setattr(AnchorTrainer, "publish", lambda self, out, name: (saved.append(name), publish(self, out, name)))
+    train(recipe(Stage2, tmp_path/"run", steps=8, save_steps=3))
+    assert saved == ["checkpoint-6"]
 
 
 @pytest.mark.parametrize("name, settings", [("stage1", {}), ("stage2", dict(micro_tokens=10_000)),
