@@ -1766,6 +1766,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'anchor_nb/experiments/slurm.py'),
                                              'anchor_nb.experiments.slurm.executor': ( 'experiments/slurm.html#executor',
                                                                                        'anchor_nb/experiments/slurm.py'),
+                                             'anchor_nb.experiments.slurm.is_finished': ( 'experiments/slurm.html#is_finished',
+                                                                                          'anchor_nb/experiments/slurm.py'),
                                              'anchor_nb.experiments.slurm.node_variables': ( 'experiments/slurm.html#node_variables',
                                                                                              'anchor_nb/experiments/slurm.py'),
                                              'anchor_nb.experiments.slurm.outcome_of': ( 'experiments/slurm.html#outcome_of',

@@ -220,8 +220,8 @@ def check_port(node: Node):
 def rendezvous(node: Node) -> dict: # for torch's launcher
     "The rendezvous: a unique one, or the one that was requested."
     if not node.port: return dict(rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex)
-    return dict(rdzv_backend="static", rdzv_endpoint=f"{node.address}:{node.port}", rdzv_configs=dict(rank=node.rank),
-                run_id="anchor_nb")
+    return dict(rdzv_backend="static", rdzv_endpoint=f"{node.address}:{node.port}", run_id="anchor_nb",
+                rdzv_configs=dict(rank=node.rank, timeout=3600)) # machine 0 may have a model to download first
 
 # %% ../../nbs/runs/01_launch.ipynb #322582c8
 def start_ranks(rank: Rank, args: tuple, processes: int, start_method: str, node: Node):
