@@ -265,7 +265,7 @@ def test_an_answer_is_one_json_object_if_asked_for_and_a_few_lines_if_not(name, 
     assert past_python.out == "" and ("from a process" in past_python.err) == (name != "recipes")
     shown = invoke(*stubbed[name])
     assert shown.exit_code == 0 and not any(line.startswith("{") for line in shown.stdout.splitlines()), shown.output
-    assert ("which have no such field: doc" in shown.stdout) == (name in ("dedup", "filter"))
+    assert ("which have no such field: doc" in shown.stdout) == (name in ("dedup", "filter", "split"))
 
 
 @pytest.mark.parametrize("rank", ["0", "1", None])
