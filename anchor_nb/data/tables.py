@@ -462,6 +462,8 @@ def saved_splits(path: Path, split: str = "") -> Path: # path: a folder saved by
     raise ValueError(f"{path} is a DatasetDict with the splits {', '.join(splits)}; choose one, such as "
                      f"{path}:{likely}")
 
+HELD_OUT = ("test", "dev", "val", "valid", "validation", "eval") # names of splits that nobody trains on
+
 def in_folder(path: Path) -> dict: # dataset name -> source
     "The datasets of a folder, by name; ValueError for rows that would not be read."
     for file in path.iterdir():
@@ -476,6 +478,9 @@ def in_folder(path: Path) -> dict: # dataset name -> source
     if len(named) < len(files):
         raise ValueError(f"{path} holds two files of one name ({len(files)} files, {len(named)} names); a dataset is "
                          "named after its file, so rename one")
+    tests = [name for name in named if name.lower() in HELD_OUT]
+    if 0 < len(tests) < len(named):
+        warnings.warn(f"{path}: {' and '.join(tests)} will be read like the other tables; move what is held out away")
     return named
 
 # %% ../../nbs/data/01_tables.ipynb #a1f00c02
