@@ -125,7 +125,7 @@ def json_rows(path) -> Iterator: # of (place in the file, row)
     value = read_json(text, path, 1, "a list of objects, or one object per line")
     for number, row in enumerate(rows_within(value, path), 1): yield f"item {number}", row
 
-# %% ../../nbs/data/01_tables.ipynb #425bbc3c
+# %% ../../nbs/data/01_tables.ipynb #c8b7a43b
 CELL = 2**24 # characters of a cell; the csv module's own limit, 2**17, is less than a long document
 
 BROKEN = {"unexpected end of data": "a quote that opens in this row is never closed",
@@ -155,6 +155,7 @@ def quotes_are_text(path, tabs: int) -> bool: # tabs: of the header
         except csv.Error: badly = True
     return badly
 
+# %% ../../nbs/data/01_tables.ipynb #425bbc3c
 def csv_records(path) -> Iterator: # of (number of its first line, cells, the delimiter)
     "The records of a delimited file that are not blank."
     lines = (decoded(line, path, number) for number, line in byte_lines(path))

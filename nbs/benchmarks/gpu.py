@@ -71,7 +71,7 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
     for (attention, precision), budget in product(ways_here(), (0, pieces)):
         row = dict(case=f"{name}, {attention}, {precision}" + (", in pieces" if budget else ""),
                    tolerances=TOLERANCES[precision])
-        if unsettled and precision == "bf16": row["why"] = "judged by its loss; rounding alone moves the gradient by more than its length"
+        if unsettled and precision == "bf16": row["why"] = "judged by its loss; rounding alone exceeds the gradient"
         try:
             tried = replace(recipe, attention=attention, precision=precision, micro_tokens=budget)
             found = parity_of(packed_gradient(tried, examples), reference)
