@@ -100,7 +100,8 @@ def sync(path: Path):
     finally: os.close(handle)
 
 # %% ../../nbs/core/03_files.ipynb #826c1fc2
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP) # such as Lustre without flock, NFS without lockd
+# such as Lustre without flock, NFS without lockd
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 def lock(handle, wait: bool = True) -> bool | None: # False: another process has it; None: nobody can
     "Lock an open file; warns where its file system has no locks."

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 import numpy as np
 from .tables import find_sources, table_rows
-from .rows import FIELDS, GRADE, MEANS, NEGATIVE, pair_columns, parse_row
+from .rows import FIELDS, GRADE, MEANS, NEGATIVE, POSITIVE, QUERY, pair_columns, parse_row
 from .deduplication import duplicates, plain
 
 # %% ../../nbs/data/09_inspection.ipynb #4509b13e
@@ -43,15 +43,16 @@ def read_sheet(source: str, columns: dict) -> Sheet:
     return sheet
 
 # %% ../../nbs/data/09_inspection.ipynb #0bda5e02
-def no_fields(names) -> list: # of names
-    "Those that pairs do not have."
+def not_read(names) -> list: # of names, of one row; -> those that `parse_row` does not look at
+    "Fields that pairs do not have, and a second name of the query or the positive."
+    spare = {name for ours in (QUERY, POSITIVE) for name in [name for name in ours if name in names][1:]}
     known = lambda name: name in MEANS or name in FIELDS or NEGATIVE.fullmatch(name) or GRADE.fullmatch(name)
-    return [name for name in dict.fromkeys(names) if not known(name)]
+    return [name for name in names if name in spare or not known(name)]
 
 def unread(data: str, columns: dict = {}) -> list: # of names
     "The fields of each source's first row that pairs do not have."
     firsts = [next(iter(table_rows(source, columns)), ("", {}))[1] for source in find_sources(data).values()]
-    return no_fields(name for raw in firsts for name in raw)
+    return list(dict.fromkeys(name for raw in firsts for name in not_read(raw)))
 
 # %% ../../nbs/data/09_inspection.ipynb #78b3566f
 EMPTY = ("nan", "none", "null", "n/a", "na", "#n/a", "-") # what programs write where there is nothing
@@ -161,9 +162,9 @@ def report_lines(report: dict) -> list: # report: from `inspect_pairs`
     for name, facts in report["datasets"].items():
         fields = ", ".join(field if count == facts["rows"] else f"{field} ({count})"
                            for field, count in facts["fields"].items())
-        ignored = ", ".join(no_fields(facts["fields"]))
+        ignored = ", ".join(not_read(facts["fields"]))
         lines += [f"{name}: {facts['rows']} rows in {facts['source']}", f"  fields: {fields}",
-                  *[f"  not read, since pairs have no such field: {ignored}"]*bool(ignored),
+                  *[f"  not read: {ignored}"]*bool(ignored),
                   f"  {facts['queries']} different queries, {facts['documents']} different documents; "
                   f"{facts['with_negatives']} rows with negatives",
                   *length_line(facts["lengths"], report["unit"], report["max_length"]),

@@ -176,7 +176,7 @@ def splits_of(folder: Path) -> dict: # split -> file of judgements
     tables = lambda pattern: [path for path in sorted(folder.glob(pattern))
                               if re.search(r"\.(tsv|txt)(\.gz)?$", path.name)]
     split = re.compile(r"qrels\.(?:(.*)\.)?(?:tsv|txt)(?:\.gz)?")
-    beside = {split.fullmatch(path.name)[1] or "test": path for path in tables("qrels.*")}
+    beside = {split.fullmatch(path.name)[1] or "test": path for path in reversed(tables("qrels.*"))}
     return beside | {path.name.partition(".")[0]: path for path in tables("qrels/*")}
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #a7719c3e

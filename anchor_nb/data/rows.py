@@ -27,7 +27,8 @@ GRADE = re.compile(r"((gold|similarity)_)?(score|label)|labels|relevance|is_dupl
 
 def proposal(fields: list) -> str: # such as "columns='{query: frage, positive: antwort}'"
     "The mapping to type for a row with these fields of text: the names nearest to ours, else the first ones."
-    negative = next((name for name in fields if re.search("neg", name, re.IGNORECASE)), "")
+    like = re.compile(r"(^|_)(hard_?)?neg(ative)?s?(_|\d|$)", re.IGNORECASE)
+    negative = next(filter(like.search, fields), "") if len(fields) > 2 else ""
     left, named = [name for name in fields if name != negative and not re.fullmatch("_?id|.*_id", name)], {}
     for ours, names in dict(query=QUERY, positive=POSITIVE).items():
         near = [name for wanted in names for name in difflib.get_close_matches(wanted, left, 1, 0.75)]
@@ -48,13 +49,13 @@ def pick_field(raw: dict,    # a row as read
     if any(len(name) > 60 or name.endswith(("?", ".")) for name in fields):
         raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(name[:60] for name in fields)}, "
                          "which looks like a row; begin the file with a header that names the columns, such as "
-                         "query, positive and negative, divided as the rows are")
+                         "query, positive and negative, separated as the rows are")
     first = lambda value: value[0] if isinstance(value, list) and value else value
     texts = [str(name) for name, value in raw.items() # no numbers
              if isinstance(first(value), str) and re.search(r"[^\W\d_]", first(value))]
     raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)}, and one of "
-                     f"{', '.join(names)} is needed; say which is which, such as {proposal(texts)}, or "
-                     "give a file without a header one")
+                     f"{', '.join(names)} is needed; say which is which, such as {proposal(texts)}; if the "
+                     "file has no header line, add one")
 
 # %% ../../nbs/data/02_rows.ipynb #8e9fd8fb
 def is_pair(value) -> bool:
@@ -170,7 +171,8 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
     positives = as_texts(raw[name], name)
     if not positives:
         raise ValueError(f"field {name!r} is an empty list; give at least one text")
-    keys = sorted(filter(NEGATIVE.fullmatch, raw), key=lambda key: (len(key), key)) # negative_2 before negative_10
+    # hard ones first, negative_2 before negative_10
+    keys = sorted(filter(NEGATIVE.fullmatch, raw), key=lambda key: (not key.startswith("hard"), len(key), key))
     if paired is not None and (flat := [key for key in (name, *keys) if is_pair(raw[key])]):
         raise ValueError(f"field {flat[0]!r} is a list of two texts beside a query with an instruction, so that the "
                          "first may be an instruction too; write [[instruction, text]], or [[\"\", text], ...]")

@@ -144,12 +144,13 @@ def row_of(header: list, cells: list) -> dict: # column -> text, or None where t
     "A row of a file format that holds only text."
     return {name: cell if cell.strip() else None for name, cell in zip(header, cells) if name}
 
-def quotes_are_text(path, tabs: int) -> bool: # tabs: of the header
-    "Whether every line of a file has as many tabs, and one of them, by itself, is badly quoted: nobody quoted it."
+@lru_cache(maxsize=1000)
+def quotes_are_text(path: str, tabs: int, *stat) -> bool: # tabs: of the header, over 0; stat: changes with the file
+    "Whether every line has as many tabs, none a doubled quote, and one by itself is badly quoted: nobody quoted them."
     badly = False
     for _, line in byte_lines(path):
-        if not line.strip(): continue
-        if line.count(b"\t") != tabs: return False
+        if not line.strip() or line.startswith((b"sep=", b'"sep=')): continue
+        if line.count(b"\t") != tabs or b'""' in line: return False
         if badly or not (line.startswith(b'"') or b'\t"' in line): continue
         try: list(csv.reader([line.decode("utf-8", "replace")], delimiter="\t", strict=True))
         except csv.Error: badly = True
@@ -168,9 +169,10 @@ def csv_records(path) -> Iterator: # of (number of its first line, cells, the de
     usual = "\t" if format_of(path)[0] == ".tsv" else ","
     delimiter = stated or max((usual, *",;\t|"), key="".join(head[-1:]).count) # of equals the first
     csv.field_size_limit(max(csv.field_size_limit(), CELL))
-    quoting = delimiter == "\t" and head and quotes_are_text(path, head[-1].count("\t"))
+    tabs, stat = "".join(head[-1:]).count("\t") if delimiter == "\t" else 0, os.stat(path)
+    bare = tabs and quotes_are_text(str(path), tabs, stat.st_size, stat.st_mtime_ns)
     reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True,
-                        quoting=csv.QUOTE_NONE if quoting else csv.QUOTE_MINIMAL)
+                        quoting=csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL)
     while True:
         line = reader.line_num + 1
         try: cells = next(reader, None)
@@ -364,8 +366,8 @@ def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None, # ki
 # %% ../../nbs/data/01_tables.ipynb #f9f850f3
 READERS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows,
            ".xlsx": sheet_rows} # suffix -> function of a path -> (place in the file, row) of all rows
-PARSING = (json_lines, json_rows, rows_within, is_jsonl, read_json, decoded, quotes_are_text, csv_records, csv_rows,
-           header_of, row_of, sheet_rows, renamed)
+PARSING = (json_lines, json_rows, rows_within, is_jsonl, read_json, decoded, quotes_are_text.__wrapped__, csv_records,
+           csv_rows, header_of, row_of, sheet_rows, renamed)
 
 def code_of(part): # part: a function, its code, or a value; -> what JSON can hold
     "The code of a function with the names and constants in it: the same instructions may read another field."
@@ -481,7 +483,8 @@ def in_folder(path: Path) -> dict: # dataset name -> source
                          "named after its file, so rename one")
     tests = [name for name in named if name.lower() in HELD_OUT]
     if 0 < len(tests) < len(named):
-        warnings.warn(f"{path}: {' and '.join(tests)} will be read like the other tables; move what is held out away")
+        warnings.warn(f"{path}: {' and '.join(tests)} will be read like the other tables; move it elsewhere if it is "
+                      "held out")
     return named
 
 # %% ../../nbs/data/01_tables.ipynb #a1f00c02

@@ -41,9 +41,10 @@ def outcome_of(job: Path) -> dict: # code: 0, 1 failed, 143 stopped; reason; emp
     return read_json(path) if path.exists() else {}
 
 # %% ../../nbs/experiments/02_slurm.ipynb #21ab71f1
-def is_finished(out: str) -> bool:
-    "Whether a run has its model: the first node would not come to train it again."
-    return (Path(out)/"model"/"facts.json").is_file()
+def is_finished(stage: str, parameters: dict) -> bool:
+    "Whether a run is complete, as its notebook asks it: then the first node does not come to train."
+    run = placed(stage_notebook(stage), parameters)/"run.json"
+    return run.is_file() and read_json(run).get("status") == "complete"
 
 def run_job(job: str, parent: int = 0): # a job's file; process id of who started this, 0: nobody
     "Run a job's stage in this process, note how it ended, and exit."
@@ -53,7 +54,7 @@ def run_job(job: str, parent: int = 0): # a job's file; process id of who starte
     if leads: outcome.unlink(missing_ok=True)
     try:
         if leads: run_stage(spec["stage"], spec["parameters"])
-        elif spec["stage"] in TRAINING and not is_finished(spec["parameters"].get("out", "")):
+        elif spec["stage"] in TRAINING and not is_finished(spec["stage"], spec["parameters"]):
             train_stage(spec["stage"], spec["parameters"]) # the first node has the notebook
     except (ValueError, OSError, RuntimeError) as error:
         code, reason = 143 if getattr(error, "stopped", False) else 1, hide(str(error), secret_values())
@@ -130,7 +131,8 @@ def slurm_options(pairs: dict) -> dict: # name -> text or value, as for `typed`
 # %% ../../nbs/experiments/02_slurm.ipynb #c9fb448c
 def with_defaults(options: dict) -> dict:
     "An hour by default; a quarter of the time, at most ten minutes, is for the last step and its checkpoint."
-    nodes = dict(srun_args=["--kill-on-bad-exit=1"]) if options.get("nodes", 1) > 1 else {} # none waits for a dead one
+    # none waits for a dead one
+    nodes = dict(srun_args=["--kill-on-bad-exit=1"]) if str(options.get("nodes", 1)) != "1" else {}
     return dict(time=60, signal_delay_s=min(600, 15*options.get("time", 60))) | nodes | options
 
 def batch_file(options: dict, folder: Path) -> str: # options: from `slurm_options`; folder: of logs

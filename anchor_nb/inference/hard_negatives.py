@@ -356,7 +356,7 @@ def record(negatives: int) -> np.dtype:
                      ("count", "<i4"), ("done", "<i1")]) # of negatives; whether the row was searched for
 
 def reserve(file: Path, size: int): # size: bytes, over 0
-    "A new file of zeros that has its place on the disk: writing to a map of a full one would kill the process."
+    "A new file of zeros that has its place: writing to a memory map on a full disk would kill the process."
     with open(file, "wb") as handle:
         handle.truncate(size)
         if hasattr(os, "posix_fallocate"): os.posix_fallocate(handle.fileno(), 0, size) # not on macOS

@@ -94,7 +94,7 @@ def training_arguments(recipe: Training) -> TrainingArguments:
         logging_steps=1, logging_nan_inf_filter=False, disable_tqdm=True, run_name=Path(recipe.out).name,
         report_to=[name for name in recipe.trackers if name != "tensorboard"] or "none",
         save_strategy="steps" if recipe.save_steps else "no", save_steps=recipe.save_steps or 1, ignore_data_skip=True,
-        ddp_find_unused_parameters=False, ddp_timeout=4*3600, # while the first rank writes a large model
+        ddp_find_unused_parameters=False, ddp_timeout=3600, # while the first rank writes a large model
         ddp_backend="gloo" if not gpu and "WORLD_SIZE" in os.environ else None)
     # or one process with several GPUs would wrap the model in DataParallel, which cuts through packed texts
     args._n_gpu = min(args.n_gpu, 1)

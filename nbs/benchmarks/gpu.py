@@ -417,7 +417,7 @@ PARTS = [
     Part("b", "matrix rate", rate_rows, 30, {}, {}),
     Part("b", "plans 3b and 8b", plan_rows, 10, dict(shapes=["llama-3.2-3b", "llama-3.1-8b"], tokens=16384), {}),
     Part("b", "stage1 1b", bench_rows, 120, dict(BIG_ALONE, bench="stage1", batches=[256]), DRY_STEP),
-    Part("b", "stage1 135m", bench_rows, 120, dict(  # same: rounding alone turns the gradient of this model in bf16
+    Part("b", "stage1 135m", bench_rows, 120, dict(  # same: rounding alone exceeds the gradient of this model in bf16
         STEP, bench="stage1", model=SMALL, batches=[64], same=["loss"]), DRY_STEP),
     Part("b", "stage2 135m", bench_rows, 180, dict(SECOND, bench="stage2", model=SMALL, batches=[128]), DRY_SECOND,
          (ST, "datasets")),
