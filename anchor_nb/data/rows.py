@@ -54,8 +54,8 @@ def pick_field(raw: dict,    # a row as read
     texts = [str(name) for name, value in raw.items() # no numbers
              if isinstance(first(value), str) and re.search(r"[^\W\d_]", first(value))]
     raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)}, and one of "
-                     f"{', '.join(names)} is needed; say which is which, such as {proposal(texts)}; if the "
-                     "file has no header line, add one")
+                     f"{', '.join(names)} is needed (if these are no names, add a line with them); say which is "
+                     f"which, such as {proposal(texts)}")
 
 # %% ../../nbs/data/02_rows.ipynb #8e9fd8fb
 def is_pair(value) -> bool:
