@@ -850,8 +850,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'anchor_nb/data/retrieval_sets.py'),
                                                'anchor_nb.data.retrieval_sets.id_and_text': ( 'data/retrieval_sets.html#id_and_text',
                                                                                               'anchor_nb/data/retrieval_sets.py'),
-                                               'anchor_nb.data.retrieval_sets.is_number': ( 'data/retrieval_sets.html#is_number',
-                                                                                            'anchor_nb/data/retrieval_sets.py'),
                                                'anchor_nb.data.retrieval_sets.make_task': ( 'data/retrieval_sets.html#make_task',
                                                                                             'anchor_nb/data/retrieval_sets.py'),
                                                'anchor_nb.data.retrieval_sets.pair_task': ( 'data/retrieval_sets.html#pair_task',

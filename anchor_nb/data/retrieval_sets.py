@@ -120,7 +120,7 @@ def read_qrels(path: Path,      # a table of judgements
         return qrels
     rows = [(number, line.split("\t" if "\t" in line else None)) for number, line in enumerate(text.split("\n"), 1)
             if line.strip()]
-    if rows and len(rows[0][1]) in (3, 4) and not is_number(rows[0][1][-1]): del rows[0] # a header
+    if rows and len(rows[0][1]) in (3, 4) and re.match(r"[^\d.+-]", rows[0][1][-1]): del rows[0] # a header
     for number, cells in rows:
         if not (fault := fault_of(cells, queries, corpus)):
             grade, judged = grade_of(cells[-1]), qrels.setdefault(cells[0], {})
@@ -128,12 +128,6 @@ def read_qrels(path: Path,      # a table of judgements
                 fault = f": query {cells[0]!r} has another grade for {cells[-2]!r} further up; keep one of them"
         if fault: faults.add(f"{path}, line {number}{fault}")
     return qrels
-
-def is_number(cell: str) -> bool:
-    "Whether a cell is a number of any kind."
-    try: float(cell)
-    except ValueError: return False
-    return True
 
 def grade_of(cell: str) -> int | None: # None if it is no whole number
     "A grade, also where it is written as 1.0."
