@@ -7,6 +7,7 @@ __all__ = ['is_causal', 'on_gpu', 'has_bf16', 'weight_dtype', 'wants_autocast', 
 
 # %% ../../nbs/models/01_attention.ipynb #e342b7ad
 import os
+from contextlib import nullcontext
 from importlib.util import find_spec
 from inspect import signature
 import torch
@@ -34,8 +35,15 @@ def packed_sdpa(module: nn.Module,    # the attention layer that calls
 def shared_heads(query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor: # [texts, heads, longest, head size]
     "PyTorch's attention, with grouped-query heads."
     groups = query.shape[1] // key.shape[1]
+    kind = value.dtype
     if query.is_cuda: key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1], **how)
+    widened = not query.is_cuda and kind == torch.bfloat16 and query.shape[2] <= WIDENED
+    if widened: query, key, value = query.float(), key.float(), value.float()
+    with torch.autocast(query.device.type, enabled=False) if widened else nullcontext():
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1],
+                                              **how).to(kind)
+
+WIDENED = 256 # tokens up to which a CPU computes the attention of bf16 states in fp32
 
 # %% ../../nbs/models/01_attention.ipynb #798eee87
 def row_mask(packed: Packed, where: Tensor, visible: Tensor | None,

@@ -38,7 +38,7 @@ CARRIED = 3.0 # nats a text that own anchors must save, with 95 % confidence and
 KEPT_APART = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3), anchor_scale=0.07, anchor_sink=True)
 COMMON = dict(instructions="none", template="plain", schedule="constant", precision="fp32", save_steps=200,
               keep_last=1, micro_tokens=2048)
-LARGE = dict(precision="auto", attention="packed_sdpa", micro_tokens=8192, save_steps=0, workers=0) # bf16 on a GPU
+LARGE = dict(precision="bf16", attention="packed_sdpa", micro_tokens=8192, save_steps=0, workers=0)
 VILLAGE = dict(data="village", stage1=dict(steps=400, global_batch=32, learning_rate=3e-3, warmup_steps=20,
                                            max_length=64, carry_pairs=0),
                stage2=dict(steps=100, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
@@ -61,7 +61,7 @@ RUNGS = dict(
                  stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=100, warmup_steps=10, carry_pairs=0,
                                                  save_steps=50),
                  stage2=WORDNET["stage2"] | dict(steps=150, global_batch=16, snapshot_steps=150, save_steps=75)),
-    gpu=dict(SMOLLM2,
+    gpu=dict(SMOLLM2, scored="bf16",
              stage1=WORDNET["stage1"] | dict(learning_rate=3e-4, steps=125, global_batch=64, warmup_steps=20,
                                              **LARGE),
              stage2=WORDNET["stage2"] | dict(steps=200, global_batch=64, snapshot_steps=100, **LARGE)))
