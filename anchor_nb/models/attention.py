@@ -37,9 +37,9 @@ def shared_heads(query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor: # 
     groups = query.shape[1] // key.shape[1]
     kind = value.dtype
     if query.is_cuda: key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    widened = not query.is_cuda and kind == torch.bfloat16 and query.shape[2] <= WIDENED
+    widened = query.is_cpu and kind == torch.bfloat16 and query.shape[2] <= WIDENED
     if widened: query, key, value = query.float(), key.float(), value.float()
-    with torch.autocast(query.device.type, enabled=False) if widened else nullcontext():
+    with torch.autocast("cpu", enabled=False) if widened else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1],
                                               **how).to(kind)
 
