@@ -100,6 +100,10 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
 
+    def parse_marked_section(self, i, report=1): # for Python a name that it does not know is a fault
+        try: return super().parse_marked_section(i, report)
+        except AssertionError: return self.parse_bogus_comment(i, report)
+
     def handle_starttag(self, tag, attrs):
         if tag in self.SKIP: self.skipped += 1
         elif self.skipped: return
@@ -377,5 +381,6 @@ ENGLISH = set("the of and to in a is that for it as with on by are be this or fr
 
 def not_english(texts: list, share: float = 0.08) -> float: # in [0, 1]
     "The share of texts that have 20 words or more and few of the commonest English ones; a rough guess."
-    long = [words for words in (re.findall(r"\w+", text.lower()) for text in texts) if len(words) >= 20]
+    parts = (re.findall(r"\w+", UNSPACED.sub(r" \1 ", text.lower())) for text in texts)
+    long = [words for words in parts if len(words) >= 20]
     return sum(sum(word in ENGLISH for word in words) < share*len(words) for words in long)/max(1, len(texts))

@@ -21,7 +21,7 @@ from ..core.files import keep_apart, write_text
 from ..core.progress import announce, progress
 from ..core.settings import Recipe, check_names, identity, setting
 from ..core.redaction import without_secrets
-from ..data.documents import holds_texts, passages_file
+from ..data.documents import MARKUP, OFFICE, holds_texts, passages_file
 from ..data.prompts import Prompt
 from ..data.shards import is_address
 from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines, listed,
@@ -92,10 +92,17 @@ class Piece(NamedTuple):
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     "The files of a corpus; of a BEIR folder its documents alone, of a folder of texts the table of their passages."
     if beir := texts_file(set_in(Path(corpus).expanduser()), "corpus"): return [str(beir)]
-    try: return list(find_sources(corpus).values())
+    folder = Path(corpus).expanduser()
+    try: sources = list(find_sources(corpus).values())
     except FileNotFoundError as error:
-        if holds_texts(folder := Path(corpus).expanduser()): return [str(passages_file(folder))]
+        if holds_texts(folder): return [str(passages_file(folder))]
         raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None
+    texts = [path.name for path in (folder.iterdir() if folder.is_dir() else ())
+             if path.suffix.lower() in (*MARKUP, *OFFICE) and not path.name.upper().startswith(("README", "LICENSE"))]
+    if texts:
+        warnings.warn(f"{corpus}: its tables alone are read, not {', '.join(sorted(texts)[:3])}"
+                      f"{f' and {len(texts) - 3} more'*(len(texts) > 3)}; to read the texts, move the tables away")
+    return sources
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #506dcbfe
 def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the content, list of `Piece`)
@@ -140,6 +147,7 @@ def entry(row: dict,          # as read
     if not isinstance(row, dict):
         raise ValueError(f"the row is {type(row).__name__}, not an object; write {{\"_id\": ..., \"text\": ...}}")
     name = field or "text"
+    if not field and row.get("text", "") is None and row.get("title"): row = row | dict(text="") # an empty cell
     if not isinstance(row.get(name), str):
         fault = "missing" if name not in row else "empty" if row[name] is None else "not text"
         longest = max((key for key in row if isinstance(row[key], str)), key=lambda key: len(row[key]), default="...")

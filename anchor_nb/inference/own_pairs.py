@@ -8,11 +8,15 @@ __all__ = ['match_pairs']
 # %% ../../nbs/inference/07_own_pairs.ipynb #f4460f2f
 import re
 from collections import Counter, defaultdict
-from ..data.deduplication import plain, seen_part, word_runs
+from ..data.deduplication import UNSPACED, plain, seen_part, word_runs
 from .words import Words
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #27800388
 SHORT = 4 # words of an answer; ours
+
+def countable(text: str) -> str:
+    "The text with each character of a script without spaces as a word of two, since BM25 leaves out shorter ones."
+    return UNSPACED.sub(r" \1\1 ", text)
 
 class Answers:
     "Finds the passage that a text stands for."
@@ -32,19 +36,22 @@ class Answers:
         name = name.strip().replace("\\", "/").removeprefix("./")
         return next((self.named[names[short]] for short in (name, name.partition("/")[2]) if short in names), [])
 
+    def shared(self, text: str): # -> [passages]
+        "BM25 of each passage for a text."
+        self.words = self.words or Words(list(map(countable, self.texts)))
+        return self.words(countable(text))
+
     def best(self, query: str, numbers: list) -> int:
         "The passage of several that shares most words with a query; the first one where none does."
         if len(numbers) == 1: return numbers[0]
-        self.words = self.words or Words(self.texts)
-        scores = self.words(query)
+        scores = self.shared(query)
         return max(numbers, key=lambda number: scores[number])
 
     def find(self, query: str, answer: str): # -> number of a passage, or None
         "The passage that an answer names, equals, lies in, or covers."
         if (number := self.whole.get(text := plain(answer))) is not None: return number
         if numbers := self.under(answer, self.names): return self.best(query, numbers)
-        self.words = self.words or Words(self.texts)
-        likely = self.words(answer).argsort()[::-1][:20].tolist()
+        likely = self.shared(answer).argsort()[::-1][:20].tolist()
         short = len(text.split()) <= SHORT # its words are in many passages, and the query must tell
         inside = [number for number in (range(len(self.texts)) if short else likely) if text in self.texts[number]]
         inside = [number for number in inside if re.search(rf"(?<!\w){re.escape(text)}(?!\w)", self.texts[number])]

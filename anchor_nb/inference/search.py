@@ -21,6 +21,7 @@ from ..core.redaction import without_secrets
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, unboxed, whole_number
 from ..models.embedder import AnchorEmbedder
+from ..models.loading import small_files
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, corpus_sources, differences, loaded, located,
                                                  survey_all, vector_identity)
@@ -313,6 +314,8 @@ class Index(Stored):
         """
         queries = unboxed(queries)
         texts = [queries] if isinstance(queries, str) else list(queries)
+        if (k := whole_number("k", k)) < 1:
+            raise ValueError(f"k={k}; ask for one hit or more")
         check_weight(bm25, k)
         asked = self.embedder.encode_query(texts, instruction, normalize_embeddings=True,
                                            truncate_dim=self.truncate_dim)
@@ -328,10 +331,15 @@ class Index(Stored):
 MANIFEST = "index.json"
 
 # %% ../../nbs/inference/02_search.ipynb #5b44f96a
+def is_index(folder: str | Path) -> bool: # a website may have an index.json too
+    "Whether `save_index` has written a folder."
+    return (Path(folder)/MANIFEST).is_file() and any((Path(folder)/name).is_file() for name in ("vectors.npy",
+                                                                                               "documents.jsonl"))
+
 def save_index(index: Index, folder: str | Path) -> Path: # the folder
     "Write an index, in place of an older one; ValueError where the folder holds something else."
     folder = Path(folder).expanduser()
-    if folder.exists() and not (folder/MANIFEST).is_file() and any(folder.iterdir()):
+    if folder.exists() and not is_index(folder) and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and holds no index; name a new folder")
     with new_folder(folder) as part:
         np.save(part/"vectors.npy", index.vectors)
@@ -401,7 +409,7 @@ def is_shards(folder: str) -> bool: # other folders have a manifest.json too
 def check_corpus(corpus: str):
     "FileNotFoundError or ValueError when no corpus, shards or index is there; call it before loading a model."
     corpus = os.path.expanduser(corpus)
-    if not (Path(corpus)/MANIFEST).is_file() and not is_shards(corpus): corpus_sources(corpus)
+    if not is_index(corpus) and not is_shards(corpus): corpus_sources(corpus)
 
 # %% ../../nbs/inference/02_search.ipynb #5e41024d
 def check_unused(corpus: str, stored: bool, **given): # stored: an index, not shards
@@ -433,14 +441,14 @@ def open_index(embedder: AnchorEmbedder,
               ) -> Index:
     "An index of the documents at a path; ValueError if `keep` holds an index of other documents."
     corpus, keep, texts = map(os.path.expanduser, (corpus, keep, texts))
-    stored = (Path(corpus)/MANIFEST).is_file()
+    stored = is_index(corpus)
     check_unused(corpus, stored, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
                  truncate_dim=truncate_dim)
     if stored: return Index.load(embedder, corpus)
     if keep: keep_apart(keep, corpus=corpus, texts=texts)
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
     documents, _ = read_corpus(corpus, field, id_field, columns)
-    if keep and (Path(keep)/MANIFEST).is_file(): return reopen(embedder, keep, documents, truncate_dim)
+    if keep and is_index(keep): return reopen(embedder, keep, documents, truncate_dim)
     index = Index(embedder, documents, truncate_dim=truncate_dim, show_progress_bar=show_progress_bar)
     if keep: index.save(keep)
     return index
@@ -450,7 +458,7 @@ SEARCH = "search.json" # in the folder of a model
 
 def bm25_weight(model: str) -> float: # model: as for `search_corpus`
     "The weight of BM25 that `anchor-nb adapt` chose for a model; 0 where it chose none."
-    path = Path(find_model(model))/SEARCH
+    path = small_files(find_model(model))/SEARCH
     if not path.is_file(): return 0.0
     try: return float(read_json(path)["bm25"])
     except (ValueError, TypeError, KeyError):

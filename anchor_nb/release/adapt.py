@@ -13,14 +13,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from .. import __version__
-from ..core.files import damage, keep_apart, new_folder, seal, write_text
+from ..core.files import damage, draft_of, keep_apart, new_folder, seal, write_text
 from ..core.progress import announce, without_bars
 from ..core.recipe import Adapt, Mine, Stage2
 from ..core.redaction import without_secrets
 from ..core.settings import default
 from ..data.deduplication import plain
-from ..data.documents import (Passage, first_sentence, left_out, not_english, passages_of, read_documents,
-                                       readers, searched_passages, shown)
+from ..data.documents import (Passage, count_words, first_sentence, left_out, not_english, passages_of,
+                                       read_documents, readers, searched_passages, shown)
 from ..data.prompts import LAYOUT_FILE
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
@@ -119,7 +119,7 @@ def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of 
     "Queries from titles, headings, links and a language model, those that find their passage again."
     texts = [passage.text for passage in passages]
     heads = draw(list(dict.fromkeys([*heading_pairs(passages), *map(tuple, links)])), 2*recipe.train_pairs, recipe.seed)
-    chosen = draw([n for n, text in enumerate(texts) if len(text.split()) >= 12], recipe.questions, recipe.seed)
+    chosen = draw([n for n, text in enumerate(texts) if count_words(text) >= 12], recipe.questions, recipe.seed)
     chosen = chosen if recipe.questions else []
     questions = zip(ask([texts[n] for n in chosen], recipe.generator), chosen) if chosen else ()
     asked = heads + [(query, n) for query, n in questions if query]
@@ -136,7 +136,7 @@ def sentence_pairs(passages: list) -> list: # of `Passage` -> of (query, number 
     "First sentences as queries for what follows them; ValueError for too few."
     parts = {n: first_sentence(passage.text) for n, passage in enumerate(passages)}
     pairs = [(first, n) for n, (first, rest) in parts.items()
-             if min(len(first.split()), len(rest.split())) >= FEWEST["words"]]
+             if min(count_words(first), count_words(rest)) >= FEWEST["words"]]
     if len(pairs) >= FEWEST["sentences"]: return pairs
     raise ValueError(f"{len(pairs)} of {len(passages)} passages have a second sentence, and without pairs there is "
                      "nothing else to learn from; give pairs of your own, or search without training: anchor-nb search "
@@ -266,7 +266,7 @@ BATCH = 16 # pairs of a step, as preset laptop has it
 def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> dict:
     "Stage II on some pairs, resumed where it was stopped."
     from anchor_nb.training.trainer import check_inputs, train
-    began = time.perf_counter(), time.process_time()
+    began, out = (time.perf_counter(), time.process_time()), Path(os.path.abspath(out)) # resumed under any spelling
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
                     steps=steps, negatives=int(all(row["negatives"] for row in rows)), seed=seed, save_steps=50,
@@ -638,6 +638,9 @@ def check_out(out: Path):
                          "choose another out, or move that away")
     if (out/"model").exists() and not steps:
         raise ValueError(f"{out} holds a model of another run, which a verdict could replace; choose another out")
+    written = [name for name in ("search", "passages.jsonl", "adapt.json", "verdict.html") if (out/name).exists()]
+    if written and not steps:
+        raise ValueError(f"{out} holds {', '.join(written)}, which an adaptation writes; choose another out")
 
 def checked(recipe: Adapt) -> Adapt:
     "The recipe with ~ as the home folder; ValueError or FileNotFoundError for places and models that cannot be used."
@@ -696,7 +699,9 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     listed = ", ".join(f"{weight:g} beside {label}" for label, weight in weights.items())
     notes.append(f"The development split chose the weight of BM25: {listed}.")
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
-    write_lines(out/"passages.jsonl", searched_passages(passages_in(steps), bool(recipe.pairs)))
+    draft = draft_of(out/"passages.jsonl")
+    write_lines(draft, searched_passages(passages_in(steps), bool(recipe.pairs)))
+    draft.replace(out/"passages.jsonl")
     grown = {int(size): score for size, score in curve.items()}
     best = judged["systems"][judged["verdict"]["against"]]["score"]
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,

@@ -291,12 +291,13 @@ def export(model: str,               # run folder, model folder, adapter folder,
     for text in named.values(): embedder.formatter(["text"], text) # ValueError if an instruction leaves no room
     written = as_prompts(layout, named) | (embedder.prompts if prompts is None and not query else {})
     base = adapter_base(folder, embedder) if adapter else ""
+    small = small_files(folder)
     with new_folder(out) as part, saving(part, str(out)):
         if adapter: write_adapter(folder, part, base, embedder.lm.base_model_prefix + ".")
         else: write_weights(embedder, part, dtype or stored, head, facts.get("recipe", {}).get("matryoshka_dims", []))
         write_folder(embedder, part, named, written, base)
         for name in (SEARCH, ADAPTED): # the weight of BM25, and what the card says
-            if Path(folder, name).is_file(): shutil.copy(Path(folder, name), part)
+            if (small/name).is_file(): shutil.copy(small/name, part)
     return dict(out=str(out), bytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
                 dtype=dtype or stored, dimension=embedder.lm.config.hidden_size, max_length=layout.max_length,
                 pooling=embedder.pooling, prompts=written, readers=readers(out))

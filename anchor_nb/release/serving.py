@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 import numpy as np
 from ..data.corpora import CORPORA, build_corpus
-from ..data.retrieval_sets import read_retrieval, relevant, splits_of, texts_file
+from ..data.retrieval_sets import read_retrieval, relevant, split_off, splits_of, texts_file
 from ..inference.words import DEPTH
 
 # %% ../../nbs/release/06_serving.ipynb #7ed7f18a
@@ -127,11 +127,14 @@ class Corpus:
     examples: tuple = ()   # example questions
     judged: tuple = ()     # (question, ids of its relevant texts)
 
-def find_corpus(corpus: str) -> Corpus: # corpus: what `search.open_index` takes, or one of `CORPORA`
+def find_corpus(corpus: str,       # what `search.open_index` takes, one of `CORPORA`, or a set's `folder:split`
+                columns: dict = {}, # of text, title and id
+               ) -> Corpus:
     "The corpus to search; FileNotFoundError or ValueError when it cannot be searched."
     from anchor_nb.inference.search import check_corpus, is_shards
-    path = Path(corpus).expanduser()
-    if corpus in CORPORA and not path.exists(): path = build_corpus(corpus)/"eval"
+    place, split = split_off(corpus)
+    path = Path(place)
+    if place in CORPORA and not path.exists(): path = build_corpus(corpus)/"eval"
     if not path.exists():
         raise FileNotFoundError(f"{corpus} does not exist; give a file or folder as for `anchor-nb encode`, or one of "
                                 f"{', '.join(CORPORA)}")
@@ -140,7 +143,7 @@ def find_corpus(corpus: str) -> Corpus: # corpus: what `search.open_index` takes
                          "its embeddings")
     check_corpus(str(path))
     if not splits_of(path) or not texts_file(path, "queries"): return Corpus(str(path), path.stem)
-    task = read_retrieval(path)
+    task = read_retrieval(Path(f"{path}:{split}") if split else path, columns)
     short = [text for text in task.queries.values() if len(text) <= LONGEST]
     judged = tuple((task.queries[key], frozenset(relevant(grades))) for key, grades in task.qrels.items())
     examples = short[::max(1, len(short)//EXAMPLES)][:EXAMPLES]
@@ -392,7 +395,7 @@ def serve(models: list,            # one or two: run folders, model folders, hub
         print(f"warning: other machines can reach {host}, and the page has no password; leave out --host to serve this "
               "machine only", file=sys.stderr)
     with listen(host, port) as taken:
-        texts = find_corpus(corpus)
+        texts = find_corpus(corpus, columns)
         rankers = open_rankers(models, texts, keep, bm25, columns, **how)
         names = ("localhost", "127.0.0.1", "::1", host.lower()) if is_loopback(host) else ()
         print(f"{address(taken)}  {texts.name}, {len(rankers[0].index.ids)} texts, "

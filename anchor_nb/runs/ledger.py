@@ -95,7 +95,8 @@ def latest(rows: list) -> list: # of rows of a ledger; in their order
     "The rows that a table shows: one a label, step, task, metric and training seed, all on a task's latest cut."
     source = lambda row: (row.get("training_seed"), row.get("manifest"))
     cut = lambda row: row.get("data") or tuple(row.get(name) for name in ("seed", "queries", "documents"))
-    how = lambda row: (row.get("max_length"), row.get("instructions"))
+    how = lambda row: (row.get("max_length") or 0, row.get("instructions") or "none")
+    model = lambda row: row.get("library", row["label"]) != "bm25" # which has no length and no instructions
     score = lambda row: (row["label"], row["step"], row["task"], row.get("main") or row["metric"],
                          row.get("training_seed"))
     sources = {} # label -> the models it stands for, with their training seeds
@@ -106,8 +107,8 @@ def latest(rows: list) -> list: # of rows of a ledger; in their order
     rows = [row for row in rows if source(row) in sources[row["label"]]]
     last_cut = {row["task"]: cut(row) for row in rows}
     rows = [row for row in rows if cut(row) == last_cut[row["task"]]]
-    last_how = {row["task"]: how(row) for row in rows if row.get("max_length")}
-    rows = [row for row in rows if not row.get("max_length") or how(row) == last_how[row["task"]]]
+    last_how = {row["task"]: how(row) for row in rows if model(row)}
+    rows = [row for row in rows if not model(row) or how(row) == last_how[row["task"]]]
     last = {score(row): place for place, row in enumerate(rows)}
     return [rows[place] for place in sorted(last.values())]
 

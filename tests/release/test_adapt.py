@@ -531,3 +531,13 @@ def test_a_ranking_is_a_search_model_to_mteb(tmp_path):
     from mteb.models.models_protocols import SearchProtocol
     assert isinstance(Ranked("a", {}), SearchProtocol)
     assert Candidate("bm25", "bm25", library="bm25").label == "bm25"
+
+
+@pytest.mark.parametrize("name", ["search", "passages.jsonl", "verdict.html"])
+def test_what_stands_in_an_out_of_other_use_is_left_alone(tmp_path, name):
+    village(tmp_path/"docs")
+    (tmp_path/"out").mkdir()
+    (tmp_path/"out"/name).write_text("mine")
+    with pytest.raises(ValueError, match=f"holds {name}, which an adaptation writes"):
+        adapt(Adapt(documents=str(tmp_path/"docs"), out=str(tmp_path/"out")))
+    assert (tmp_path/"out"/name).read_text() == "mine"

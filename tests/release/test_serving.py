@@ -427,3 +427,14 @@ def test_all_text_can_be_read(open_page, url, scheme):
       }).filter(([contrast]) => contrast < 4.5);
     }""")
     assert low == []
+
+
+def test_a_split_and_the_names_of_columns_reach_the_judgements(tmp_path):
+    (tmp_path/"qrels").mkdir()
+    (tmp_path/"corpus.jsonl").write_text('{"nr": "1", "inhalt": "A cat sleeps."}\n')
+    (tmp_path/"queries.jsonl").write_text('{"nr": "q", "inhalt": "Who sleeps?"}\n')
+    for split in ("dev", "train"): (tmp_path/"qrels"/f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\nq\t1\t1\n")
+    columns = dict(text="inhalt", id="nr")
+    with pytest.raises(ValueError, match="dev"): find_corpus(str(tmp_path), columns)
+    served = find_corpus(f"{tmp_path}:dev", columns)
+    assert (served.path, served.judged) == (str(tmp_path), (("Who sleeps?", frozenset("1")),))
