@@ -56,7 +56,8 @@ def kept_bytes(shape: Shape, setup: Setup,
     if setup.attention == "packed_sdpa":
         rotated = 2 if pure else 4
         queries = A*rotated + (A*c if wide == c else 0)
-        kept["copies in rows"] = K*rotated + K*c + (0 if last else queries)
+        widened = (4 - c)*(2*K + (0 if last else 2*A)) # on a CPU and up to 256 tokens; counted everywhere
+        kept["copies in rows"] = K*rotated + K*c + (0 if last else queries) + widened
     return kept
 
 # %% ../../nbs/training/01_memory.ipynb #4c0bfb04
