@@ -91,8 +91,8 @@ class Piece(NamedTuple):
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     "The files of a corpus; of a BEIR folder its documents alone, of a folder of texts the table of their passages."
-    if beir := texts_file(set_in(Path(corpus).expanduser()), "corpus"): return [str(beir)]
     folder = Path(corpus).expanduser()
+    if beir := texts_file(set_in(folder), "corpus"): return [str(beir)]
     try: sources = list(find_sources(corpus).values())
     except FileNotFoundError as error:
         if holds_texts(folder): return [str(passages_file(folder))]

@@ -32,18 +32,17 @@ def packed_sdpa(module: nn.Module,    # the attention layer that calls
     out = shared_heads(*rows, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling)
     return collect(out.transpose(1, 2), where)[None], None
 
+WIDENED = 256 # tokens up to which a CPU computes the attention of bf16 states in fp32
+
 def shared_heads(query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor: # [texts, heads, longest, head size]
     "PyTorch's attention, with grouped-query heads."
-    groups = query.shape[1] // key.shape[1]
-    kind = value.dtype
+    groups, kind = query.shape[1] // key.shape[1], value.dtype
     if query.is_cuda: key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     widened = query.is_cpu and kind == torch.bfloat16 and query.shape[2] <= WIDENED
     if widened: query, key, value = query.float(), key.float(), value.float()
     with torch.autocast("cpu", enabled=False) if widened else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1],
                                               **how).to(kind)
-
-WIDENED = 256 # tokens up to which a CPU computes the attention of bf16 states in fp32
 
 # %% ../../nbs/models/01_attention.ipynb #798eee87
 def row_mask(packed: Packed, where: Tensor, visible: Tensor | None,

@@ -127,14 +127,14 @@ class Corpus:
     examples: tuple = ()   # example questions
     judged: tuple = ()     # (question, ids of its relevant texts)
 
-def find_corpus(corpus: str,       # what `search.open_index` takes, one of `CORPORA`, or a set's `folder:split`
+def find_corpus(corpus: str,        # what `search.open_index` takes, one of `CORPORA`, or a set's `folder:split`
                 columns: dict = {}, # of text, title and id
                ) -> Corpus:
     "The corpus to search; FileNotFoundError or ValueError when it cannot be searched."
     from anchor_nb.inference.search import check_corpus, is_shards
     place, split = split_off(corpus)
     path = Path(place)
-    if place in CORPORA and not path.exists(): path = build_corpus(corpus)/"eval"
+    if place in CORPORA and not path.exists(): path = build_corpus(place)/"eval"
     if not path.exists():
         raise FileNotFoundError(f"{corpus} does not exist; give a file or folder as for `anchor-nb encode`, or one of "
                                 f"{', '.join(CORPORA)}")

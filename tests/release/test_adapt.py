@@ -541,3 +541,8 @@ def test_what_stands_in_an_out_of_other_use_is_left_alone(tmp_path, name):
     with pytest.raises(ValueError, match=f"holds {name}, which an adaptation writes"):
         adapt(Adapt(documents=str(tmp_path/"docs"), out=str(tmp_path/"out")))
     assert (tmp_path/"out"/name).read_text() == "mine"
+
+
+def test_sentences_of_a_script_without_spaces_are_counted_by_characters():
+    texts = [f"老磨坊建于第{n}年之后。村里现在还有人用它磨面粉。" for n in range(60)]
+    assert len(module.sentence_pairs([module.Passage("mills.md", "", "", text) for text in texts])) == 60
