@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from ..core.names import hub_has
 from ..core.progress import announce
-from ..models.resolve import BUILT_MODELS, MODELS, base_of, find_model, spellings
+from ..models.resolve import BUILT_MODELS, MODELS, at_commit, base_of, find_model, spellings
 from ..data.corpora import training_instructions
 from ..data.prompts import LAYOUT_FILE
 from ..data.rows import Stream, load_pairs
@@ -201,13 +201,7 @@ def weights_of(source: str) -> str: # files of a folder, or the commit of a hub 
     if Path(place).is_dir():
         base = base_of(place)
         return content_hash(str(place))[:16] + (weights_of(base) if base else "")
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    for name in ("config.json", "adapter_config.json"):
-        if isinstance(cached := try_to_load_from_cache(place, name), str): return f"{place}@{Path(cached).parent.name}"
-    try: return f"{place}@{HfApi().model_info(place).sha}"
-    except Exception as error:
-        raise ValueError(f"{place} is no folder and not in the hub's cache, and the hub does not answer "
-                         f"({type(error).__name__}); name a folder, or connect this machine once") from None
+    return at_commit(place)
 
 def similarity_of(candidate: Candidate) -> dict: # empty where the checkpoint normalizes its vectors
     "How vectors are compared: ours by cosine, those of sentence-transformers as the model's configuration says."

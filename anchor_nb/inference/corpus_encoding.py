@@ -38,7 +38,7 @@ from ..models.embedder import AnchorEmbedder, on_disk
 from ..models.engines import int8_rows
 from ..models.interface import ahead
 from ..models.loading import chain, use_of
-from ..models.resolve import base_of, find_model
+from ..models.resolve import at_commit, base_of, find_model
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #a8a7b61b
 DTYPES = ("float32", "float16", "int8", "binary")
@@ -289,10 +289,10 @@ def finished(out, shards: int, stamp=None) -> dict: # number -> record
     return {n: record for n, record in records.items() if record}
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #2df3459c
-def model_files(model: str) -> list: # of hashes; a model on the hub is known by its name
+def model_files(model: str) -> list: # of hashes; of a model on the hub its name and commit
     "What identifies a model."
     folder = find_model(model)
-    if not Path(folder).is_dir(): return [folder]
+    if not Path(folder).is_dir(): return [at_commit(folder)]
     return [content_hash(folder)] + (model_files(base) if (base := base_of(folder)) else [])
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #deddc9ae

@@ -54,8 +54,8 @@ def query_instruction(instructions: dict, query: str = "") -> str: # query: an i
     "The default instruction for queries."
     if query: return instructions.get(query, query)
     if "query" in instructions or not instructions: return instructions.get("query", "")
-    texts = set(instructions.values())
-    return texts.pop() if len(texts) == 1 else paper_instructions()["msmarco_passage"][0]
+    usual = paper_instructions()["msmarco_passage"][0] # of several, that of web search if it is among them
+    return usual if usual in instructions.values() else next(iter(instructions.values()))
 
 def as_prompts(layout: Layout, instructions: dict) -> dict: # name -> what precedes a text
     "Instructions as prompts of sentence-transformers, with one for documents; ValueError if text must follow the text."

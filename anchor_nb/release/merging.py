@@ -251,7 +251,9 @@ def write_shards(folder: Path, names: list, models: list, how: dict, most: int) 
 def copy_rest(source: Path, target: Path):
     "Copy a model folder except its weights; subfolders, such as a dense layer of sentence-transformers, stay whole."
     skip = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx",
-                                  "checkpoint-*", "merge.json", "facts.json", LAYOUT_FILE, ".*")
+                                  "checkpoint-*", "merge.json", "facts.json", LAYOUT_FILE, ".*",
+                                  "onnx", "openvino", "gguf", "README.md", "certificate.json", "search.json",
+                                  "adapted.json", "training.json", "files.json") # what is true of one parent alone
     shutil.copytree(source, target, ignore=lambda folder, names: skip(folder, names) if Path(folder) == source else [],
                     dirs_exist_ok=True)
 

@@ -76,6 +76,7 @@ class Ranker:
     stages: list = ()    # from `training_stages`
     rules: object = None # `DecodeRules` of its stage I; None: the default
     bm25: float = 0.0    # weight of BM25 beside the vectors
+    usual: str = ""      # instruction where a question has none
 
     @property
     def writes(self) -> bool: return can_write(self.stages)
@@ -90,29 +91,35 @@ class Ranker:
     def description(self) -> str:
         return " · ".join(filter(None, [stages_line(self.stages), f"{self.index.vectors.shape[1]} dimensions",
                                         f"with BM25, weight {self.bm25:g}" if self.bm25 else "",
-                                        "" if self.takes_instruction else "ignores instructions"]))
+                                        "" if self.takes_instruction else "ignores instructions",
+                                        f"unless told: {self.usual}" if self.usual else ""]))
+
+    def asked(self, instruction: str) -> str:
+        "The instruction that the model gets."
+        return (instruction or self.usual) if self.takes_instruction else ""
 
     def vector(self, query: str, instruction: str = ""): # -> [dimension] fp32 of length 1
         "The embedding of a question."
-        return self.index.embedder.encode_query([query], instruction if self.takes_instruction else "",
-                                                normalize_embeddings=True, truncate_dim=self.index.truncate_dim)[0]
+        return self.index.embedder.encode_query([query], self.asked(instruction), normalize_embeddings=True,
+                                                truncate_dim=self.index.truncate_dim)[0]
 
     def scores(self, query: str, instruction: str = "") -> np.ndarray: # [texts]
-        "Cosines; with BM25 the fused scores, in [0, 1]."
+        "Cosines; with BM25 the fused scores, in [0, 1], and below these the other texts by their cosines."
         cosines = self.index.vectors @ self.vector(query, instruction)
         if not self.bm25: return cosines
         from anchor_nb.inference.search import with_words
         best = np.argsort(-cosines, kind="stable")[:DEPTH]
         fused = with_words(self.index, query, dict(zip(best.tolist(), cosines[best].tolist())), self.bm25)
-        scores = np.zeros_like(cosines)
+        lowest, highest = cosines[best[-1]], cosines[best[0]]
+        scores = (1 - self.bm25)*(cosines - lowest)/((highest - lowest) or 1) # as `fuse` puts them on one scale
         scores[list(fused)] = list(fused.values())
         return scores
 
     def written(self, query: str, instruction: str = "", tokens: int = 40) -> str:
         "The text that the model writes, greedily, from the embedding of a question alone."
         from anchor_nb.inference.decoding import decode_from_anchor
-        return plain(decode_from_anchor(self.index.embedder, query, instruction if self.takes_instruction else "",
-                                        max_new_tokens=tokens, rules=self.rules).text)
+        return plain(decode_from_anchor(self.index.embedder, query, self.asked(instruction), max_new_tokens=tokens,
+                                        rules=self.rules).text)
 
 # %% ../../nbs/release/06_serving.ipynb #db1b7b52
 EXAMPLES, LONGEST = 5, 80 # example questions, and the characters of one that fits on a button
@@ -365,7 +372,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
                 ) -> list:       # of `Ranker`
     "Load the models, and encode the corpus with each."
     from anchor_nb.inference.decoding import rules_of
-    from anchor_nb.inference.search import bm25_weight, check_weight, open_index
+    from anchor_nb.inference.search import bm25_weight, check_weight, open_index, trained_instruction
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.resolve import find_model
     check_weight(bm25 or 0.0, 1)
@@ -374,7 +381,8 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
         index = open_index(AnchorEmbedder.from_pretrained(folder, **how), corpus.path,
                            keep and str(Path(keep)/name.replace("/", "-")), show_progress_bar=True, columns=columns)
         weight = bm25_weight(folder) if bm25 is None else bm25
-        rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight))
+        rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,
+                              trained_instruction(folder)))
     return rankers
 
 # %% ../../nbs/release/06_serving.ipynb #9601874b

@@ -237,7 +237,11 @@ def test_a_folder_of_sentence_transformers_stays_one(pair, tmp_path):
         save_file(dict(weight=torch.ones(2)), tmp_path/name/"2_Dense/model.safetensors")
         (tmp_path/name/"modules.json").write_text("[]")
         (tmp_path/name/"optimizer.bin").write_text("state")
+        for file in ("README.md", "search.json", "onnx/model.onnx"): # true of this model, not of the merged one
+            (tmp_path/name/file).parent.mkdir(exist_ok=True)
+            (tmp_path/name/file).write_text("{}")
     merge_models([str(tmp_path/name) for name in "ab"], str(tmp_path/"out"))
+    assert not any((tmp_path/"out"/file).exists() for file in ("README.md", "search.json", "onnx"))
     assert (tmp_path/"out/2_Dense/model.safetensors").is_file() and (tmp_path/"out/modules.json").is_file()
     assert not (tmp_path/"out/optimizer.bin").exists()
 

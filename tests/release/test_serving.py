@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -204,6 +205,18 @@ def test_what_was_encoded_is_kept(corpus, tmp_path, monkeypatch):
     again = serving.open_rankers(["tiny"], corpus, keep=str(tmp_path/"kept"))[0]
     assert (first.index.vectors == again.index.vectors).all()
     assert [path.name for path in (tmp_path/"kept").iterdir()] == ["tiny"]
+
+
+def test_with_bm25_the_texts_that_are_not_fused_keep_their_order(rankers, monkeypatch):
+    monkeypatch.setattr(serving, "DEPTH", 2)
+    alone, both = (replace(rankers[1], bm25=weight).scores("Zyx?") for weight in (0, 0.3)) # no text has the word
+    assert (np.argsort(-alone) == np.argsort(-both)).all() and len(set(both.tolist())) == len(both)
+
+
+def test_an_instruction_of_training_is_asked_with(rankers, corpus):
+    usual, alone = replace(rankers[1], usual="find animals"), rankers[1]
+    assert (usual.vector("a") == alone.vector("a", "find animals")).all()
+    assert (usual.vector("a", "x") == alone.vector("a", "x")).all() and "find animals" in usual.description
 
 
 def test_a_table_with_columns_of_its_own(tmp_path, monkeypatch):
