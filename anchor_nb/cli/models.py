@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from anchor_nb.core.settings import KINDS, from_yaml
+from anchor_nb.core.settings import coerce, from_yaml
 from anchor_nb.experiments.torchrun import read_pairs
 from anchor_nb.cli.data import read_columns
 from anchor_nb.cli.app import (MODEL_HELP, START, TEXT, USE, AsJson, answering, app, argument, option,
@@ -109,13 +109,9 @@ LOADING = dict(pooling=str, max_length=int, bidirectional=bool, kind=str)
 def load_options(pairs: list) -> dict: # for `AnchorEmbedder.from_pretrained`
     "What a checkpoint does not say about itself; ValueError for another name, or a value of another type."
     given = yaml_values(pairs)
-    for name, value in given.items():
-        if name not in LOADING:
-            raise ValueError(f"no parameter {name!r}; there are {', '.join(LOADING)}")
-        if type(value) is not LOADING[name]:
-            what, example = KINDS[LOADING[name]]
-            raise ValueError(f"{name}={value!r} is {what}; write it like {name}={example}")
-    return given
+    if unknown := [name for name in given if name not in LOADING]:
+        raise ValueError(f"no parameter {unknown[0]!r}; there are {', '.join(LOADING)}")
+    return {name: coerce(name, value, LOADING[name]) for name, value in given.items()}
 
 # %% ../../nbs/cli/05_models.ipynb #4e180e55
 Ledger = option(str, "ledger.jsonl or its folder, for the scores in the card; default: what lies beside the run",

@@ -18,7 +18,7 @@ from anchor_nb.core.progress import without_bars
 from anchor_nb.core.recipe import Training
 from anchor_nb.losses.reconstruction import count_targets
 from anchor_nb.models.attention import on_gpu, usable_attention, wants_autocast
-from anchor_nb.training.steps import ContrastiveStep, ReconstructionStep
+from anchor_nb.training.steps import STEPS, ContrastiveStep, ReconstructionStep
 from anchor_nb.training.trainer import Resolved, build_model
 
 # %% ../../nbs/experiments/10_parity.ipynb #5291fcb7
@@ -86,8 +86,7 @@ def move_weights(lm, seed: int):
 
 def make_step(resolved: Resolved, budget: int): # budget: tokens of a piece
     "The step of a stage."
-    return (ContrastiveStep if resolved.stage == "stage2" else ReconstructionStep)(resolved.rules, resolved.formatter,
-                                                                                   budget)
+    return STEPS[resolved.stage](resolved.recipe, resolved.formatter, budget)
 
 # %% ../../nbs/experiments/10_parity.ipynb #96d01474
 def naive_gradient(recipe: Training, examples: list,

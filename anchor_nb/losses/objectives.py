@@ -6,11 +6,12 @@
 __all__ = ['make_objectives', 'prepare_all', 'Objectives', 'to_device', 'run_pieces', 'run_objectives']
 
 # %% ../../nbs/losses/10_objectives.ipynb #88f8bd36
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core.distributed import all_reduce, world
+from ..core.recipe import Stage1
 from ..data.prompts import pooling_tokens
 from ..models.backbone import untied_head
 from ..models.pooling import pack_texts
@@ -21,25 +22,8 @@ from .mntp import MaskedPrediction, mask_id
 from .infonce import cached_step
 from .simcse import SimCSE
 
-# %% ../../nbs/losses/10_objectives.ipynb #495c79d1
-@dataclass(frozen=True, kw_only=True)
-class ReconstructionRules(DecodeRules):
-    "The settings that decide stage I's loss; their meaning and their sources are those of `Stage1`."
-    objectives: dict          # weight by name; empty: anchor alone
-    alpha: float              # weight of query-to-document
-    pooling: str
-    masked_fraction: float
-    masked_with: str
-    word_dropout: float       # share of the decoder's input
-    fade_steps: int           # steps over which it and the weights beside anchor fall to 0; 0: they stay
-    anchor_after: int         # steps before the anchor's loss joins
-    attention_dropout: float
-    temperature: float        # of simcse
-    global_batch: int
-    seed: int
-
 # %% ../../nbs/losses/10_objectives.ipynb #3fc5fbe8
-def make_objectives(rules: ReconstructionRules, formatter) -> list: # of (name, objective, weight)
+def make_objectives(rules: Stage1, formatter) -> list: # of (name, objective, weight)
     "The objectives of stage I; anchor alone where none is named."
     tokenizer, layout = formatter.tokenizer, formatter.layout
     decoding = DecodeRules(**{f.name: getattr(rules, f.name) for f in fields(DecodeRules)})

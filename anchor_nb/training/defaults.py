@@ -19,10 +19,6 @@ from ..runs.launch import usable_gpus
 from ..runs.ledger import read_json
 
 # %% ../../nbs/training/06_defaults.ipynb #7dec1043
-def settings_in(recipe: Training, kind: type) -> dict: # keyword arguments of `kind`
-    "The settings of a recipe that a dataclass has fields for."
-    return {f.name: getattr(recipe, f.name) for f in fields(kind)}
-
 def sample(tables: dict, rows: int = 512) -> list: # of `rows.Batch`, one for each dataset that is met
     "Rows of all datasets together, drawn with a fixed seed."
     places = [(name, len(tables[name])) for name in sorted(tables)]

@@ -7,14 +7,14 @@ __all__ = ['Resolved', 'Inputs', 'check_inputs']
 
 # %% ../../nbs/training/08_inputs.ipynb #bf6bbf5e
 import json, os, warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 import torch
 from transformers import AutoConfig
 from ..core.progress import announce
-from ..core.recipe import RECIPES, Training
+from ..core.recipe import RECIPES, Stage2, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
 from ..data.prompts import stored_facts
@@ -24,31 +24,16 @@ from ..losses.contrastive import sizes_of
 from ..losses.distillation import check_scale
 from ..models.attention import choose_attention, is_causal
 from ..models.backbone import check_causal
-from ..models.loading import LayoutSettings, training_formatter
+from ..models.loading import training_formatter
 from ..models.resolve import start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
 from ..runs.identity import engine_of, inputs_beside, settings_of
-from .defaults import begun_with, decide, pair_lengths, settings_in
-from .steps import BatchRules, ReconstructionRules
-
-# %% ../../nbs/training/08_inputs.ipynb #9a2137e3
-@dataclass(frozen=True, kw_only=True)
-class ModuleSettings:
-    "The settings that decide what trains, and what memory that takes."
-    pooling: str
-    bidirectional: bool
-    lora_rank: int      # 0: all weights train
-    lora_alpha: int
-    lora_dropout: float
-    seed: int           # of new adapters
-    compile: bool
-    optimizer: str
-    sharding: str
+from .defaults import begun_with, decide, pair_lengths
 
 # %% ../../nbs/training/08_inputs.ipynb #8695a02f
 def check_use(resolved):
     "ValueError if a model cannot be trained this way; a warning if it was trained with another pooling."
-    how, name = resolved.module, resolved.name
+    how, name = resolved.recipe, resolved.name
     if not how.bidirectional and not is_causal(resolved.config):
         raise ValueError(f"{name} was trained with bidirectional attention; set bidirectional=true")
     if (before := stored_facts(resolved.model).get("pooling", how.pooling)) != how.pooling:
@@ -65,17 +50,13 @@ class Resolved:
         self.config = AutoConfig.from_pretrained(self.model)
         masks = getattr(recipe, "hide_template", False) or getattr(recipe, "attention_dropout", 0) > 0
         self.attention = choose_attention(recipe.attention, recipe.precision, masks) # what transformers is told
-        self.module = ModuleSettings(**settings_in(recipe, ModuleSettings))
-        wanted = LayoutSettings(**settings_in(recipe, LayoutSettings))
-        self.formatter = training_formatter(self.model, wanted) # tokenizer, template, [EOS] and max_length
-        check_use(self)
+        self.formatter = training_formatter(self.model, recipe) # tokenizer, template, [EOS] and max_length
         self.settle(recipe)
+        check_use(self)
 
     def settle(self, recipe: Training):
         "Fill in the values that were left open."
         self.recipe, self.precision = recipe, recipe.precision # precision: auto until a run that begins has chosen
-        rules = BatchRules if self.stage == "stage2" else ReconstructionRules
-        self.rules = rules(**settings_in(recipe, rules)) # of the loss
         if recipe.max_length: self.formatter = self.formatter.cut_at(recipe.max_length)
 
     def compute_in(self, precision: str):
@@ -95,7 +76,7 @@ def range_of_scores(table) -> tuple: # (lowest, highest)
     lows, highs = [[end[side] for end in ends if end[side] is not None] for side in ("min", "max")]
     return min(lows), max(highs)
 
-def check_contrast(rules: BatchRules, used: dict, names: list, instructions): # used: the tables that are drawn from
+def check_contrast(rules: Stage2, used: dict, names: list, instructions): # used: the tables that are drawn from
     "Refuse settings of stage II that these rows leave without effect."
     has = lambda name, field: any(map(len, used[name][field]))
     if unknown := sorted(set(rules.without_in_batch) - set(names)):
@@ -121,7 +102,7 @@ def looked_through(tables: dict) -> dict: # name -> a table whose columns can be
 
 def check_rows(inputs): # `Inputs`
     "Refuse settings that these rows, or a model of this size, leave without effect."
-    rules, tables = inputs.rules, inputs.tables
+    rules, tables = inputs.recipe, inputs.tables
     streams = sorted(set(inputs.groups) & set(inputs.drawn))
     if getattr(inputs.recipe, "few_shot", 0) and streams:
         raise ValueError(f"few_shot draws examples from all rows, and {', '.join(streams)} is read in "
@@ -216,7 +197,7 @@ class Record:
     "What a run's models record in `anchor_nb.json`, besides their layout."
     def __init__(self, inputs: Inputs):
         base, first = Path(inputs.name).expanduser(), int(os.environ.get("RANK", 0)) == 0
-        self.pooling, self.bidirectional = inputs.module.pooling, inputs.module.bidirectional
+        self.pooling, self.bidirectional = inputs.recipe.pooling, inputs.recipe.bidirectional
         self.stage = inputs.stage
         self.base = str(base.resolve()) if base.is_dir() else inputs.name # the model that the run started from
         self.data = inputs.data                      # dataset -> sha256 and rows

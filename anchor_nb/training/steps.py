@@ -6,7 +6,6 @@
 __all__ = ['ReconstructionStep', 'Steps']
 
 # %% ../../nbs/training/04_steps.ipynb #0bdca406
-from dataclasses import dataclass
 import numpy as np
 import torch
 from ..data.prompts import Formatter, with_shots
@@ -15,11 +14,11 @@ from ..models.packing import cut_by_tokens
 from ..models.pooling import pack_texts
 from ..models.backbone import is_checkpointed
 from ..core.distributed import all_reduce, world
+from ..core.recipe import Stage1, Stage2
 from ..losses.infonce import cached_step, contrastive_batch
-from ..losses.contrastive import ContrastiveRules, contrastive_objective
+from ..losses.contrastive import contrastive_objective
 from ..losses.negatives import Guide, format_examples
-from ..losses.objectives import (ReconstructionRules, make_objectives, prepare_all, run_objectives,
-                                         to_device)
+from ..losses.objectives import make_objectives, prepare_all, run_objectives, to_device
 
 # %% ../../nbs/training/04_steps.ipynb #65f5efbc
 def same_pieces(lengths: list, budget: int,
@@ -34,7 +33,7 @@ def same_pieces(lengths: list, budget: int,
 class ReconstructionStep:
     "Stage I: examples to the items of each objective, and from there to loss and gradient."
     negatives = few_shot = 0
-    def __init__(self, rules: ReconstructionRules, formatter: Formatter, budget: int): # budget: tokens of a piece
+    def __init__(self, rules: Stage1, formatter: Formatter, budget: int): # budget: tokens of a piece
         self.formatter, self.budget, self.objectives = formatter, budget, make_objectives(rules, formatter)
         self.fade_steps, self.anchor_after = rules.fade_steps, rules.anchor_after
 
@@ -56,20 +55,10 @@ class ReconstructionStep:
         self.largest = facts.pop("largest")
         return facts
 
-# %% ../../nbs/training/04_steps.ipynb #29c666d4
-@dataclass(frozen=True, kw_only=True)
-class BatchRules(ContrastiveRules):
-    "The settings that decide stage II's loss and what its batches hold; their sources are those of `Stage2`."
-    global_batch: int
-    negatives: int            # hard negatives of an example
-    few_shot: int             # solved examples before a query, at most
-    without_in_batch: list    # datasets whose queries are compared with their own documents alone
-    guide: str                # frozen embedder that the margin goes by; empty: the model itself
-
 # %% ../../nbs/training/04_steps.ipynb #f8c24d35
 class ContrastiveStep:
     "Stage II: examples to texts, texts to loss and gradient."
-    def __init__(self, rules: BatchRules, formatter: Formatter, budget: int): # budget: tokens of a piece
+    def __init__(self, rules: Stage2, formatter: Formatter, budget: int): # budget: tokens of a piece
         self.formatter, self.budget, self.rules = formatter, budget, rules
         self.negatives, self.few_shot = rules.negatives, rules.few_shot
         self.guide = Guide(rules.guide, budget) if rules.guide else None
@@ -103,6 +92,8 @@ class ContrastiveStep:
                     candidates=round(facts["candidates"]))
 
 # %% ../../nbs/training/04_steps.ipynb #392638f7
+STEPS = dict(stage1=ReconstructionStep, stage2=ContrastiveStep) # by stage
+
 def draw_shots(table,        # datasets.Dataset of the batch's dataset
                batch,        # `rows.Batch`
                instructions, # as `rows.examples` takes them

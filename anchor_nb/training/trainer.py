@@ -32,33 +32,33 @@ from ..runs.checkpoints import (add_row, checkpoints, drop_checkpoints, keep_row
                                         number_of)
 from ..runs.fault_tolerance import BUDGET, STOP_SIGNALS, Stopping, check_finite, halving, kept_budget, listening
 from .callbacks import AsAsked, Carrying, Progress, Snapshots, curves
-from .inputs import Inputs, ModuleSettings, Record, Resolved, check_inputs, check_same_run
+from .inputs import Inputs, Record, Resolved, check_inputs, check_same_run
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
 from .probe import Forecast, forecast, kept_forecast, shorter_commands
 from .sharding import (check_same_weights, is_share, load_optimizer, shard, whole_optimizer,
                                          whole_state)
-from .steps import ContrastiveStep, ReconstructionStep, Steps
+from .steps import STEPS, Steps
 
 # %% ../../nbs/training/09_trainer.ipynb #7c24b44c
 def build_model(resolved: Resolved, checkpoint: Path | None = None,
                 checkpointing: bool = False): # -> the module whose forward the step calls
     "The trainable module of a stage, from its start or from a checkpoint."
-    how, formatter = resolved.module, resolved.formatter
+    how, formatter = resolved.recipe, resolved.formatter
     added = formatter.tokenizer.convert_tokens_to_ids(pooling_tokens(formatter.layout.pooling_tokens))
     source = str(checkpoint) if checkpoint and not how.lora_rank else resolved.model
     lm = load_backbone(source, resolved.attention, resolved.precision, checkpointing, how.bidirectional,
                        vocabulary=len(formatter.tokenizer) if added else 0)
     drop_nothing(lm)
-    if dropout := getattr(resolved.rules, "attention_dropout", 0.0): set_attention_dropout(lm, dropout)
+    if dropout := getattr(how, "attention_dropout", 0.0): set_attention_dropout(lm, dropout)
     if how.lora_rank: lm = with_adapter(lm, how, checkpoint, added)
     if resolved.stage == "stage2": module = Embedding(lm, how.pooling)
-    else: module = Objectives(lm, make_objectives(resolved.rules, formatter))
+    else: module = Objectives(lm, make_objectives(how, formatter))
     if how.compile: compile_layers(lm) # last, since objectives try the head while the weights are on the CPU
     return module
 
 # %% ../../nbs/training/09_trainer.ipynb #24b220bc
-def with_adapter(lm, how: ModuleSettings, checkpoint: Path | None, tokens: list): # -> a peft model
+def with_adapter(lm, how: Training, checkpoint: Path | None, tokens: list): # -> a peft model
     "New adapters, or those of a checkpoint; the rows of `tokens` train with them."
     if not checkpoint: return add_lora(lm, how.lora_rank, how.lora_alpha, how.lora_dropout, how.seed, tokens)
     from peft import PeftModel
@@ -103,7 +103,7 @@ def training_arguments(recipe: Training) -> TrainingArguments:
 # %% ../../nbs/training/09_trainer.ipynb #a6846663
 def setup_of(resolved: Resolved, processes: int = 1) -> Setup:
     "What decides the memory of a run on this machine."
-    how, precision, guide = resolved.module, resolved.precision, getattr(resolved.rules, "guide", "")
+    how, precision, guide = resolved.recipe, resolved.precision, getattr(resolved.recipe, "guide", "")
     kind = "bf16" if wants_autocast(precision) else {"auto": "fp32"}.get(precision, precision)
     return Setup(resolved.stage, kind, how.optimizer, how.lora_rank, resolved.attention, processes,
                  head_rows=2048 if on_gpu() else 1024, sharding=how.sharding,
@@ -190,8 +190,7 @@ def make_step(inputs: Inputs, plan, out: Path):
     fewer = f"; {budget} tokens after memory ran out"*(budget < plan.micro_tokens)
     why = plan.why.partition("; ")[0] if plan.peak_bytes else plan.why # the forecast says what memory to expect
     if world()[0] == 0: print(why + fewer, flush=True)
-    kind = ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep
-    return kind(inputs.rules, inputs.formatter, budget)
+    return STEPS[inputs.stage](inputs.recipe, inputs.formatter, budget)
 
 # %% ../../nbs/training/09_trainer.ipynb #25cb0deb
 class KeptRows(WholeCheckpoints):
@@ -222,7 +221,7 @@ class AnchorTrainer(KeptRows):
         # a smaller budget cuts stage II in pieces, and GradCache recomputes already
         cached = inputs.stage == "stage2" and self.step.budget < self.plan.micro_tokens
         module = build_model(inputs, checkpoint, self.plan.gradient_checkpointing and not cached)
-        if inputs.module.sharding == "fsdp2": shard(module)
+        if inputs.recipe.sharding == "fsdp2": shard(module)
         steps = Steps(inputs.tables, inputs.batches, inputs.instructions, self.step, first, recipe.steps)
         super().__init__(module, args, train_dataset=steps)
         self.remove_callback(PrinterCallback)
@@ -270,7 +269,7 @@ def foresee(inputs: Inputs, module, steps: Steps, device, processes: int = 1) ->
     "Probe this machine before the first step; every rank takes part."
     autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=wants_autocast(inputs.precision))
     return forecast(module, steps, inputs.config, setup_of(inputs, processes), device, inputs.recipe.global_batch,
-                    steps.step.budget, is_checkpointed(module), autocast, inputs.module.compile)
+                    steps.step.budget, is_checkpointed(module), autocast, inputs.recipe.compile)
 
 def forecast_lines(recipe: Training) -> list: # of lines
     "What a run would say before its first step, where data and model are at hand; trains nothing, writes nothing."
@@ -285,10 +284,9 @@ def forecast_lines(recipe: Training) -> list: # of lines
         device, processes = torch.device("cuda" if gpus else "cpu"), asked.processes or max(1, gpus)
         plan = planned(inputs, str(device), processes)
     except (OSError, ValueError) as error: return [f"no forecast: {str(error).splitlines()[0]}"]
-    if inputs.module.sharding == "fsdp2" and processes > 1:
+    if inputs.recipe.sharding == "fsdp2" and processes > 1:
         return [plan.why, f"no forecast: sharding=fsdp2 spreads the model over {processes} processes, and this is one"]
-    step = (ContrastiveStep if inputs.stage == "stage2" else ReconstructionStep)(inputs.rules, inputs.formatter,
-                                                                                 plan.micro_tokens)
+    step = STEPS[inputs.stage](inputs.recipe, inputs.formatter, plan.micro_tokens)
     announce("loading", inputs.name)
     module = build_model(inputs, None, plan.gradient_checkpointing).to(device)
     steps = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, asked.steps)
@@ -321,7 +319,7 @@ def write_model(module, inputs: Inputs, save, folder: Path):
     shared, first = any(map(is_share, module.parameters())), world()[0] == 0
     if first and not shared: module.lm = merge_adapters(module.lm)
     save(module, folder)
-    if not (first and shared and inputs.module.lora_rank): return
+    if not (first and shared and inputs.recipe.lora_rank): return
     plain = build_model(inputs, folder) # adapters cannot be merged into shards
     plain.lm = merge_adapters(plain.lm)
     save(plain, folder)

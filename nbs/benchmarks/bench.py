@@ -70,7 +70,7 @@ def stage1_module(way: str, recipe: Stage1) -> tuple:  # (module, step)
     if wants_autocast(recipe.precision):
         for part in (module, module.lm, module.lm.base_model):
             part.forward = torch.autocast(device_type(), torch.bfloat16)(part.forward)
-    return module, step(resolved.rules, resolved.formatter, plan.micro_tokens)
+    return module, step(resolved.recipe, resolved.formatter, plan.micro_tokens)
 
 
 def busy_seconds(events, on_device: bool) -> float:  # events: `key_averages` of a profile
@@ -251,7 +251,7 @@ def loading_way(way: str, work: str, **settings) -> dict:  # way: built, then ca
     before, start = memory()[0], time.perf_counter()
     forget_peak()
     inputs = check_inputs(Stage1(out=work, preset="paper", **settings))
-    step = ReconstructionStep(inputs.rules, inputs.formatter, 1024)
+    step = ReconstructionStep(inputs.recipe, inputs.formatter, 1024)
     batch = Steps(inputs.tables, inputs.batches, inputs.instructions, step, 0, inputs.recipe.steps)[0]
     own = dict(own_bytes=status("RssAnon")) if sys.platform == "linux" else {}
     return dict(own, seconds=[time.perf_counter() - start], before_bytes=before, peak_bytes=memory()[1],
