@@ -1051,6 +1051,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'anchor_nb.data.tables.json_rows': ('data/tables.html#json_rows', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.known_sha256': ('data/tables.html#known_sha256', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.lines_of': ('data/tables.html#lines_of', 'anchor_nb/data/tables.py'),
+                                       'anchor_nb.data.tables.links_to_nothing': ( 'data/tables.html#links_to_nothing',
+                                                                                   'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.listed': ('data/tables.html#listed', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.mixture': ('data/tables.html#mixture', 'anchor_nb/data/tables.py'),
                                        'anchor_nb.data.tables.name_of': ('data/tables.html#name_of', 'anchor_nb/data/tables.py'),

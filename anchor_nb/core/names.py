@@ -42,7 +42,9 @@ def product_of(data: str) -> str: # the same, or the folder of pairs in it
         reports = ("report.json", "manifest.json", "split.json")
         made = pairs.is_dir() and any((folder/name).is_file() for name in reports)
         return str(pairs) if made else data
-    facts = json.loads(run.read_text(encoding="utf-8"))
+    try: facts = json.loads(run.read_text(encoding="utf-8"))
+    except ValueError: return data
+    if not isinstance(facts, dict) or "stage" not in facts: return data # another tool's
     if facts.get("stage") not in ("prepare", "mine"):
         raise ValueError(f"{data} is a run of {facts.get('stage')} and holds no pairs; name pairs as data")
     if facts.get("status") != "complete" or not pairs.is_dir():

@@ -78,6 +78,7 @@ def by_equals(name: str, text: str) -> dict | None: # None: it is written in ano
 def coerce(name: str,  # the field, for the error
            value,      # what YAML, a shell or a notebook gave
            kind: type, # the declared type
+           usual=None, # a value to show in the error
           ):           # -> the value as `kind`
     "`value` as `kind`; ValueError when it is not one."
     if isinstance(value, kind) and not (kind in (int, float) and isinstance(value, bool)): return value
@@ -90,6 +91,7 @@ def coerce(name: str,  # the field, for the error
         parsed = by_equals(name, value) if kind is dict else None
         if isinstance(parsed := parsed or from_yaml(name, value), kind): return parsed
     what, example = KINDS[kind]
+    if usual and isinstance(usual, kind): example = usual
     raise ValueError(f"{name}={value!r} is {what}; write it like {name}={example}")
 
 # %% ../../nbs/core/00_settings.ipynb #62cbd208
@@ -100,7 +102,7 @@ class Recipe:
 
     def __post_init__(self):
         for f in fields(self):
-            value, choices = coerce(f.name, getattr(self, f.name), f.type), f.metadata["choices"]
+            value, choices = coerce(f.name, getattr(self, f.name), f.type, f.default), f.metadata["choices"]
             object.__setattr__(self, f.name, value)
             if choices and value not in choices:
                 raise ValueError(f"{f.name}={value!r}; choose one of {', '.join(choices)}")

@@ -20,7 +20,8 @@ from ..core.progress import announce
 from .deduplication import UNSPACED, plain
 from .packages import cache_dir
 from .shards import is_address
-from .tables import check_columns, files_below, find_sources, format_of, table_rows
+from .tables import (check_columns, files_below, find_sources, format_of, links_to_nothing,
+                                  table_rows)
 
 # %% ../../nbs/data/11_documents.ipynb #af239778
 class Document(NamedTuple):
@@ -88,6 +89,7 @@ def from_text(name: str, text: str) -> Document:
 class Page(HTMLParser):
     "The title and the sections of a web page."
     SKIP = ("script", "style", "nav", "noscript", "template", "svg")
+    BLOCKS = ("p", "div", "ul", "ol", "dl", "table", "section", "article", "pre", "blockquote")
     BREAK = dict(p="\n\n", td=" ", th=" ", option=" ", button=" ") | dict.fromkeys(
         ("address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer form "
          "header hr label legend li main ol pre section select summary table textarea tr ul").split(), "\n")
@@ -105,8 +107,10 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         if tag in self.SKIP: self.skipped += 1
-        elif self.skipped: return
-        elif re.fullmatch("h[1-6]", tag):
+        if self.skipped: return
+        unclosed = self.inside == "heading" and self.sections[-1][0].strip()
+        if unclosed and tag in self.BLOCKS: self.inside = ""
+        if re.fullmatch("h[1-6]", tag):
             self.sections.append(["", ""])
             self.inside = "heading"
         elif tag == "title":
@@ -193,8 +197,10 @@ def guessed(rows: list, columns: dict) -> dict: # rows: with our names for `colu
     size = lambda name: sum(len(row[name]) for row in rows if isinstance(row.get(name), str))
     texts = {name: size(name) for name in held if size(name)}
     find = lambda ours, held: next((name for wanted in NAMES[ours] for name in held if name.lower() == wanted), "")
+    keys = (name for name in held if re.search(r"(?i:[_ -]id$)|[a-z]I[dD]$", name)) # product_id, but not user_id
+    unique = next((name for name in keys if len({str(row.get(name)) for row in rows}) == len(rows)), "")
     return dict(text=find("text", texts) or max(texts, key=texts.get, default=""), title=find("title", held),
-                id=find("id", held)) | {ours: ours for ours in columns}
+                id=find("id", held) or unique) | {ours: ours for ours in columns}
 
 def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or ours where `columns` names it
     "The columns of a table that are read; ValueError when none holds text."
@@ -203,23 +209,29 @@ def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or 
     if not named["text"] or first and not any(named["text"] in row for row in first):
         held = ", ".join(map(str, first[0])) if first else "no row"
         raise ValueError(f"{source} has no column of texts (it has {held}); name it with columns='{{text: ...}}'")
+    is_text = lambda name: count_words(name) > 6 or name.endswith(("?", ".", "!", "…"))
+    if not columns and first and format_of(source)[0] in (".csv", ".tsv", ".xlsx") and any(map(is_text, first[0])):
+        raise ValueError(f"{source}, line 1 looks like a row ({', '.join(first[0])[:60]}); begin the file with a line "
+                         "that names the columns, such as id, title and text")
     return named
 
 def from_table(source: str, columns: dict) -> Iterator: # of `Document`
-    "The documents of one table."
-    named = named_in(source, columns)
-    for number, (_, row) in enumerate(table_rows(source, columns)):
+    "The documents of one table; a row without a text has its title instead, and one with neither is left out."
+    named, empty = named_in(source, columns), 0
+    for number, (_, row) in enumerate(table_rows(source, columns), 1):
         if not isinstance(row, dict): continue
-        text, title = row.get(named["text"]), row.get(named["title"]) if named["title"] else ""
-        name = row.get(named["id"]) if named["id"] else None
-        if isinstance(text, str) and text.strip():
-            yield Document(str(number if name is None else name), str(title or ""), [("", text.strip())])
+        title = str(row.get(named["title"]) or "") if named["title"] else ""
+        text, name = row.get(named["text"]), row.get(named["id"]) if named["id"] else None
+        text = (text if isinstance(text, str) else "").strip() or title.strip()
+        if text: yield Document(str(f"row {number}" if name is None else name), title, [("", text)])
+        empty += not text
+    if empty: announce(f"{Path(source).name}: {empty} row{'s'*(empty > 1)} without text in {named['text']} left out")
 
 # %% ../../nbs/data/11_documents.ipynb #4299284d
 def columns_read(named: dict) -> str: # our name -> the table's
     "Which columns of a table are read, in words."
     return (f"texts from {named['text']}, {'titles from ' + named['title'] if named['title'] else 'no titles'}, "
-            f"{'ids from ' + named['id'] if named['id'] else 'numbers of rows as ids'}")
+            f"{'ids from ' + named['id'] if named['id'] else 'row 1, row 2 ... as ids'}")
 
 def storable(document: Document) -> Document:
     "Without what UTF-8 cannot hold: halves of a character, or a file name in another encoding."
@@ -243,6 +255,7 @@ def in_folder_of_texts(folder: Path, columns: dict) -> tuple: # (documents, path
                                                  for document in from_table(str(path), columns)]
             else: documents.append(read_file(path, name))
         except (ValueError, OSError) as error: skipped[name] = str(error)
+    for link in links_to_nothing(folder): skipped[link.relative_to(folder).as_posix()] = "a link to nothing"
     return documents, skipped
 
 # %% ../../nbs/data/11_documents.ipynb #180d7bba
@@ -327,19 +340,19 @@ def joined(parts: list, words: int) -> list:
 # %% ../../nbs/data/11_documents.ipynb #48626cd6
 def passages_of(documents: list, # of `Document`
                 words: int = 160, # the longest passage; ours: about 220 tokens, less than all-MiniLM's 256
-                shortest: int = 3, # words; what is shorter says nothing
+                shortest: int = 3, # words; what is shorter says nothing beside longer parts of its document
                ) -> tuple:      # (list of `Passage`, repeats of earlier ones: (document, number of the passage))
     "The distinct passages of documents, in order; ValueError when none is left."
     seen, kept, repeats = {}, [], []
+    says = lambda part: count_words(part) >= shortest or len(part) >= LONG_WORD
     for document in documents:
-        for heading, text in document.sections:
-            for part in joined(pieces(text, words), words):
-                if count_words(part) < shortest and len(part) < LONG_WORD: continue
-                number = seen.setdefault(plain(part), len(kept))
-                if number == len(kept): kept.append(Passage(document.id, document.title, heading, part))
-                else: repeats.append((document.id, number))
+        parts = [(heading, part) for heading, text in document.sections for part in joined(pieces(text, words), words)]
+        for heading, part in [each for each in parts if says(each[1])] or parts: # "Yes." may be all of a document
+            number = seen.setdefault(plain(part), len(kept))
+            if number == len(kept): kept.append(Passage(document.id, document.title, heading, part))
+            else: repeats.append((document.id, number))
     if not kept:
-        raise ValueError(f"no document has a passage of {shortest} words; give longer texts")
+        raise ValueError("no document has a text; give texts")
     return kept, repeats
 
 # %% ../../nbs/data/11_documents.ipynb #d0c5a002

@@ -78,13 +78,16 @@ def read_texts(path: Path,             # corpus.jsonl or queries.jsonl
                columns: dict = {},     # our name -> theirs
               ) -> dict:               # id -> title and text joined
     "The texts of a BEIR file by id."
-    texts = {}
+    texts, held = {}, set()
     for place, row in rows_at(path, columns):
         number, text, fault = id_and_text(row)
+        if isinstance(row, dict): held |= row.keys()
         if not fault and number in texts: fault = f", field '_id' repeats {number!r}; make ids unique"
         if not fault and not text and not empty_allowed: fault = ", field 'text' is empty; fill it or remove the line"
         if fault: faults.add(str(row) if isinstance(row, ValueError) else place + fault)
         if number: texts.setdefault(number, text)
+    if empty_allowed and texts and "title" in columns and "title" not in held:
+        faults.add(f"{path}: columns names {columns['title']} as the title, which no row has")
     return texts
 
 def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or what else the line held
@@ -113,10 +116,12 @@ def read_qrels(path: Path,      # a table of judgements
               ) -> dict:        # query id -> {document id: grade}, judged queries only
     "The judgements of one split."
     qrels = {}
-    content = path.read_bytes()
-    try: text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    try: text = b"".join(line for _, line in byte_lines(path)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         faults.add(f"{path}: {error}; save the file as UTF-8")
+        return qrels
+    except ValueError as error: # compressed and damaged
+        faults.add(str(error))
         return qrels
     rows = [(number, line.split("\t" if "\t" in line else None)) for number, line in enumerate(text.split("\n"), 1)
             if line.strip()]

@@ -10,7 +10,7 @@ import bz2, csv, gzip, hashlib, io, json, lzma, os, re, shutil, tempfile, time, 
 from functools import lru_cache
 from glob import escape
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from shlex import quote
 from typing import Iterator
@@ -104,17 +104,26 @@ def is_lines(source: str) -> bool:
     return not packed and (suffix in (".jsonl", ".ndjson") or suffix == ".json" and is_jsonl(source))
 
 # %% ../../nbs/data/01_tables.ipynb #7c5ea3a0
+TEXTS = ("text", "body", "content", "contents", "document", "passage", "article", "description", "query", "question")
+
 def rows_within(value, path) -> list:
     "The rows of a JSON document: a list, an object with one list of objects, or an object that is a row."
     if not isinstance(value, dict): return value if isinstance(value, list) else [value]
     objects = lambda held: isinstance(held, list) and held and all(isinstance(item, dict) for item in held)
     lists = [name for name, held in value.items() if objects(held)]
+    if any(isinstance(value.get(name), str) and value[name].strip() for name in TEXTS): return [value] # of one document
     if len(lists) > 1:
         raise ValueError(f"{path} has several lists of rows ({', '.join(lists)}); keep one of them in the file")
     if value and all(isinstance(held, dict) for held in value.values()):
         raise ValueError(f"{path} is ordered by columns, not by rows; with pandas write to_json(..., "
                          "orient='records')")
-    return value[lists[0]] if lists else [value]
+    if len(value) > 20 and all(isinstance(held, str) for held in value.values()):
+        raise ValueError(f"{path} has a text under each id; write a list of {{\"id\": ..., \"text\": ...}}")
+    rows = value[lists[0]] if lists else [value]
+    if any(objects(row.get("paragraphs")) for row in rows[:10]):
+        raise ValueError(f"{path} nests its questions in paragraphs, as SQuAD does; write one object for each, such as "
+                         "{\"query\": ..., \"positive\": ...}")
+    return rows
 
 def json_rows(path) -> Iterator: # of (place in the file, row)
     "The rows of a `.json` file; ValueError names file, line and fix."
@@ -198,16 +207,21 @@ def csv_rows(path) -> Iterator: # of (place in the file, row)
 
 # %% ../../nbs/data/01_tables.ipynb #414b52e1
 def sheet_rows(path) -> Iterator: # of (place in the file, row)
-    "The rows of a spreadsheet's first sheet, numbered as the sheet numbers them; ValueError names the fix."
+    "The rows of a spreadsheet's only sheet, numbered as the sheet numbers them; ValueError names the fix."
     if not find_spec("openpyxl"):
         raise ValueError(f"{path} is a spreadsheet, and openpyxl, which reads those, is not installed; pip install "
                          '"anchor_nb[spreadsheets]", or save it as CSV')
     import pandas
     from zipfile import BadZipFile
-    try: table = pandas.read_excel(path, dtype=str, na_filter=False, header=None, engine="openpyxl")
+    how = dict(sheet_name=None, dtype=str, na_filter=False, header=None, engine="openpyxl")
+    try: sheets = {name: table for name, table in pandas.read_excel(path, **how).items() if len(table)}
     except (BadZipFile, KeyError):
         raise ValueError(f"{path} is damaged or not an .xlsx file; save it again, or as CSV") from None
-    rows = ((number, cells) for number, cells in enumerate(table.to_numpy().tolist(), 1) if any(map(str.strip, cells)))
+    if len(sheets) > 1:
+        raise ValueError(f"{path} has rows in {len(sheets)} sheets ({', '.join(sheets)}), and one is read; save the one "
+                         "that you mean as CSV")
+    cells = next((table.to_numpy().tolist() for table in sheets.values()), [])
+    rows = ((number, cells) for number, cells in enumerate(cells, 1) if any(map(str.strip, cells)))
     line, cells = next(rows, (1, []))
     header = header_of(cells, path, line)
     for number, cells in rows: yield f"row {number}", row_of(header, cells)
@@ -240,11 +254,18 @@ def known_sha256(path: str, *stat) -> str: # stat: includes the time of change (
 def files_below(folder: Path) -> list: # of paths, sorted
     "All files in a folder and in the folders it links to; each folder is entered once."
     files, entered = [], set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    def fail(error: OSError): # a folder that may not be read
+        raise error
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
         entered.add(os.path.realpath(parent))
         folders[:] = [name for name in folders if os.path.realpath(Path(parent)/name) not in entered]
         files += [Path(parent)/name for name in names if (Path(parent)/name).is_file()]
     return sorted(files)
+
+def links_to_nothing(folder: Path) -> list: # of paths
+    "Links in a folder, hidden ones aside, whose file is gone or on a disk that is not mounted."
+    links = (Path(parent)/name for parent, _, names in os.walk(folder) for name in names if not name.startswith("."))
+    return sorted(link for link in links if link.is_symlink() and not link.exists())
 
 # %% ../../nbs/data/01_tables.ipynb #14b02f78
 def file_hash(path) -> str: # sha256
@@ -453,7 +474,12 @@ def holds_rows(file: Path) -> bool:
     if not suffix or file.name.startswith((".", "qrels")) or not file.is_file(): return False
     if suffix != ".json": return True
     start = next((line.removeprefix(b"\xef\xbb\xbf").strip() for _, line in byte_lines(file) if line.strip()), b"")
-    return start.startswith(b"[") or is_jsonl(file)
+    if start.startswith(b"[") or is_jsonl(file): return True
+    head = b"".join(line for _, line in islice(byte_lines(file), 50))[:2**16]
+    if re.search(rb'"[^"]{1,100}"\s*:\s*\[\s*\{', head):
+        warnings.warn(f"{file} is not read, since its rows lie under a name; write them as a list, or name the file "
+                      "itself")
+    return False
 
 # %% ../../nbs/data/01_tables.ipynb #71ae264a
 def saved_splits(path: Path, split: str = "") -> Path: # path: a folder saved by `datasets`
@@ -481,6 +507,11 @@ def in_folder(path: Path) -> dict: # dataset name -> source
     if len(named) < len(files):
         raise ValueError(f"{path} holds two files of one name ({len(files)} files, {len(named)} names); a dataset is "
                          "named after its file, so rename one")
+    below = [file for file in sorted(path.glob("*/*")) if format_of(file)[0] not in ("", ".json")
+             and not file.parent.name.startswith((".", "qrels"))]
+    if below:
+        warnings.warn(f"{path}: tables in its folders are not read, such as {below[0]}; move them up, or name each "
+                      "folder by itself")
     tests = [name for name in named if name.lower() in HELD_OUT]
     if 0 < len(tests) < len(named):
         warnings.warn(f"{path}: {' and '.join(tests)} will be read like the other tables; move it elsewhere if it is "

@@ -24,10 +24,10 @@ from ..core.redaction import without_secrets
 from ..data.documents import MARKUP, OFFICE, holds_texts, passages_file
 from ..data.prompts import Prompt
 from ..data.shards import is_address
-from ..data.tables import (check_columns, content_hash, file_hash, find_sources, indexed, is_lines, listed,
-                                   read_json, renamed, slice_rows)
+from ..data.tables import (check_columns, content_hash, file_hash, find_sources, format_of, indexed, is_lines,
+                                   listed, read_json, renamed, slice_rows)
 from ..data.rows import check_unicode
-from ..data.retrieval_sets import set_in, texts_file
+from ..data.retrieval_sets import set_in, splits_of, texts_file
 from ..runs.checkpoints import locked
 from ..runs.identity import ENGINE
 from ..runs.launch import already_launched, find_node, launch, usable_gpus
@@ -92,10 +92,13 @@ class Piece(NamedTuple):
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
     "The files of a corpus; of a BEIR folder its documents alone, of a folder of texts the table of their passages."
     folder = Path(corpus).expanduser()
-    if beir := texts_file(set_in(folder), "corpus"): return [str(beir)]
+    task = set_in(folder)
+    if (beir := texts_file(task, "corpus")) and (splits_of(task) or texts_file(task, "queries")): return [str(beir)]
+    tables = [path for path in (folder.iterdir() if folder.is_dir() else ()) if format_of(path)[0]]
+    if not tables and holds_texts(folder): return [str(passages_file(folder))] # what cannot be read is named
     try: sources = list(find_sources(corpus).values())
     except FileNotFoundError as error:
-        if holds_texts(folder): return [str(passages_file(folder))]
+        if all(map(Path.exists, tables)) and holds_texts(folder): return [str(passages_file(folder))]
         raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None
     texts = [path.name for path in (folder.iterdir() if folder.is_dir() else ())
              if path.suffix.lower() in (*MARKUP, *OFFICE) and not path.name.upper().startswith(("README", "LICENSE"))]

@@ -29,6 +29,9 @@ class Answers:
         stems = {document: re.sub(r"\.[a-zA-Z]\w{0,4}$", "", document) for document in self.named}
         often, self.names = Counter(stems.values()), {name: name for name in self.named}
         self.stems = {stem: document for document, stem in stems.items() if stem != document and often[stem] == 1}
+        rows = {name: name.rpartition(":")[2] for name in self.named if ":" in name} # of tables in a folder
+        often = Counter(rows.values())
+        self.names |= {row: name for name, row in rows.items() if often[row] == 1 and row not in self.names}
         self.words = None # made when it is needed
 
     def under(self, name: str, names: dict) -> list: # names: name -> document; -> of numbers; empty: there is none
@@ -51,6 +54,8 @@ class Answers:
         "The passage that an answer names, equals, lies in, or covers."
         if (number := self.whole.get(text := plain(answer))) is not None: return number
         if numbers := self.under(answer, self.names): return self.best(query, numbers)
+        if not re.search(r"[^\W\d_]", answer) and (numbers := self.under(answer, self.stems)): # 12, of 12.txt
+            return self.best(query, numbers)
         likely = self.shared(answer).argsort()[::-1][:20].tolist()
         short = len(text.split()) <= SHORT # its words are in many passages, and the query must tell
         inside = [number for number in (range(len(self.texts)) if short else likely) if text in self.texts[number]]

@@ -411,7 +411,8 @@ def index_of_shards(cls, embedder: AnchorEmbedder, folder: str | Path, corpus: s
 def is_shards(folder: str) -> bool: # other folders have a manifest.json too
     "Whether `anchor-nb encode` has written a folder."
     path = Path(folder)/"manifest.json"
-    return path.is_file() and "shards" in read_json(path)
+    try: return path.is_file() and "shards" in read_json(path)
+    except (ValueError, TypeError): return False
 
 def check_corpus(corpus: str):
     "FileNotFoundError or ValueError when no corpus, shards or index is there; call it before loading a model."

@@ -121,6 +121,7 @@ def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of 
     heads = draw(list(dict.fromkeys([*heading_pairs(passages), *map(tuple, links)])), 2*recipe.train_pairs, recipe.seed)
     chosen = draw([n for n, text in enumerate(texts) if count_words(text) >= 12], recipe.questions, recipe.seed)
     chosen = chosen if recipe.questions else []
+    part_sizes(len(heads) + len(chosen), recipe) # refuses what would be too few, before anything is asked
     questions = zip(ask([texts[n] for n in chosen], recipe.generator), chosen) if chosen else ()
     asked = heads + [(query, n) for query, n in questions if query]
     kept = found_again(asked, texts, encode=encoder_of(MINER), most=SURVEYED, seed=recipe.seed)
@@ -648,6 +649,9 @@ def checked(recipe: Adapt) -> Adapt:
         raise ValueError("documents is empty; name a folder of texts, or a table")
     recipe = at_home(recipe)
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs, base=bases_of(recipe)[0])
+    if recipe.pairs and Path(recipe.documents).resolve() in Path(recipe.pairs).resolve().parents:
+        raise ValueError(f"pairs={recipe.pairs} lies in documents={recipe.documents}, whose tables are read as documents "
+                         "too; move it out of that folder")
     check_out(Path(recipe.out))
     if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split
         raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")

@@ -135,7 +135,7 @@ def test_what_dry_run_prints_can_be_given_back(tmp_path):
     (["plan", "--rank", "-1"], "lora_rank must not be negative"),
     (["submit", "stage1", "-p", "step=5"], "did you mean steps?"),
     (["encode", "nowhere", "--out", "vectors", "-p", "shard_row=9"], "did you mean shard_rows?"),
-    (["encode", "nowhere", "--out", "vectors", "-p", "shard_rows=many"], "write it like shard_rows=8"),
+    (["encode", "nowhere", "--out", "vectors", "-p", "shard_rows=many"], "write it like shard_rows=16384"),
     (["search", "tiny", "nowhere.jsonl", "who?"], "nowhere.jsonl"),
     (["decode", "tiny", "a text", "--direction", "sideways"], "choose q2d"),
     (["export", "runs/no/such", "out"], "runs/no/such"),

@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import random
+from pathlib import Path
 
 import datasets
 import pandas
@@ -95,11 +96,14 @@ def test_a_saved_dataset_has_its_folders_name_however_it_is_reached(tmp_path, mo
 
 def test_a_sheet_may_begin_with_empty_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "find_spec", lambda name: True)
-    monkeypatch.setattr(pandas, "read_excel", lambda *_, **__: pandas.DataFrame(cells))
+    monkeypatch.setattr(pandas, "read_excel", lambda *_, **__: {"one": pandas.DataFrame(cells)} | more)
+    more = {"empty": pandas.DataFrame()}
     cells = [["", ""], ["query", "positive"], ["", " "], ["a", "b"]]
     assert list(tables.sheet_rows("a.xlsx")) == [("row 4", dict(query="a", positive="b"))]
     cells = [["", ""], ["a", "a"]]
     with pytest.raises(ValueError, match="line 2: two columns are named 'a'"): list(tables.sheet_rows("a.xlsx"))
+    more = {"2024": pandas.DataFrame(cells)}
+    with pytest.raises(ValueError, match="rows in 2 sheets .one, 2024."): list(tables.sheet_rows("a.xlsx"))
 
 
 COLUMNS = dict(query="frage", positive="antwort")
@@ -221,3 +225,43 @@ def test_a_cached_address_is_where_its_files_are(tmp_path):
     keep_apart(tmp_path/"out", data=f"file://{tmp_path}/w[1]")
     for address in (f"simplecache::file://{tmp_path}/w[1]", f"file://{tmp_path}/w*"):
         with pytest.raises(ValueError, match="lies in data="): keep_apart(tmp_path/"w[1]/out", data=address)
+
+
+@pytest.mark.parametrize("content, expected", [
+    ({"title": "Mills", "text": "Old.", "authors": [{"name": "Ada"}]}, ["Old."]), # a document, not its authors
+    ({"data": [{"text": "Old."}, {"text": "New."}]}, ["Old.", "New."])])
+def test_a_json_document_is_not_its_longest_list(tmp_path, content, expected):
+    (tmp_path/"a.json").write_text(json.dumps(content))
+    assert [row["text"] for _, row in table_rows(str(tmp_path/"a.json"))] == expected
+
+
+@pytest.mark.parametrize("content, message", [
+    ({f"d{n}": "a text" for n in range(30)}, "has a text under each id; write a list of"),
+    ({"data": [{"title": "Mills", "paragraphs": [{"context": "Old.", "qas": []}]}]}, "as SQuAD does")])
+def test_what_would_be_read_in_part_is_refused(tmp_path, content, message):
+    (tmp_path/"a.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message): list(table_rows(str(tmp_path/"a.json")))
+
+
+def test_what_a_folder_leaves_out_is_said(tmp_path):
+    (tmp_path/"later").mkdir()
+    for name in ("a.jsonl", "later/b.jsonl"): (tmp_path/name).write_text('{"query": "a", "positive": "b"}\n')
+    (tmp_path/"c.json").write_text('{\n "rows": [\n  {"query": "a", "positive": "b"}\n ]\n}\n')
+    with pytest.warns(UserWarning) as said: assert list(find_sources(str(tmp_path))) == ["a"]
+    assert ["c.json is not read" in str(each.message) or "b.jsonl; move them up" in str(each.message)
+            for each in said] == [True, True]
+
+
+def test_texts_beside_an_archive_are_searched(tmp_path):
+    (tmp_path/"mills.md").write_text("The old mill burned down.")
+    (tmp_path/"site.zip").write_bytes(b"PK")
+    table, = corpus_sources(str(tmp_path))
+    assert [row["_id"] for _, row in table_rows(table)] == ["mills.md"]
+    (tmp_path/"more.jsonl").symlink_to("/nonexistent/more.jsonl")
+    (tmp_path/"site.zip").unlink()
+    with pytest.raises(FileNotFoundError, match="more.jsonl is a link to nothing"): corpus_sources(str(tmp_path))
+
+
+def test_a_table_named_corpus_without_queries_is_one_of_several(tmp_path):
+    for name in ("corpus.csv", "faq.csv"): (tmp_path/name).write_text("text\nold\n")
+    assert [Path(source).name for source in corpus_sources(str(tmp_path))] == ["corpus.csv", "faq.csv"]
