@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from anchor_nb.cli.main import app
 from anchor_nb.core.recipe import Adapt
-from anchor_nb.data.documents import passages_of, read_documents
+from anchor_nb.data.documents import Passage, passages_of, read_documents
 from anchor_nb.data.retrieval_sets import read_retrieval
 from anchor_nb.data.rows import load_pairs
 from anchor_nb.data.writers import write_pairs
@@ -546,3 +546,14 @@ def test_what_stands_in_an_out_of_other_use_is_left_alone(tmp_path, name):
 def test_sentences_of_a_script_without_spaces_are_counted_by_characters():
     texts = [f"老磨坊建于第{n}年之后。村里现在还有人用它磨面粉。" for n in range(60)]
     assert len(module.sentence_pairs([module.Passage("mills.md", "", "", text) for text in texts])) == 60
+
+
+def test_pairs_among_the_documents_are_refused(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"docs/pairs.jsonl")
+    refused(lambda: adapt(recipe(tmp_path, pairs=str(tmp_path/"docs/pairs.jsonl"))), "tables are read as documents")
+
+
+def test_too_few_queries_are_refused_before_any_is_written(monkeypatch):
+    monkeypatch.setattr(module, "ask", lambda *_: pytest.fail("a model was asked"))
+    passages = [Passage(f"d{n}", "", "", f"House {n} " + "of the village "*5) for n in range(12)]
+    refused(lambda: module.made_pairs(Adapt(documents="x"), passages, []), "too small to tell anything")
