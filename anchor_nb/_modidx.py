@@ -322,6 +322,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'anchor_nb.cli.scoring.analyse': ('cli/scoring.html#analyse', 'anchor_nb/cli/scoring.py'),
                                        'anchor_nb.cli.scoring.answer_with_table': ( 'cli/scoring.html#answer_with_table',
                                                                                     'anchor_nb/cli/scoring.py'),
+                                       'anchor_nb.cli.scoring.check_sets': ('cli/scoring.html#check_sets', 'anchor_nb/cli/scoring.py'),
                                        'anchor_nb.cli.scoring.compare': ('cli/scoring.html#compare', 'anchor_nb/cli/scoring.py'),
                                        'anchor_nb.cli.scoring.evaluate': ('cli/scoring.html#evaluate', 'anchor_nb/cli/scoring.py'),
                                        'anchor_nb.cli.scoring.evaluate_parameters': ( 'cli/scoring.html#evaluate_parameters',

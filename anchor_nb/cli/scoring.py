@@ -61,6 +61,12 @@ def answer_with_table(answer, out: Path, models: list, *lines: str):
     warnings = [f"\n{warning}" for warning in result.get("unlike_training", [])]
     answer(result, scoreboard_text(result.get("table", []), result.get("not_scored", {})), *warnings, *lines)
 
+def check_sets(tasks: list, columns: dict):
+    "ValueError or FileNotFoundError for a folder that cannot be read as an evaluation set."
+    from anchor_nb.data.retrieval_sets import read_retrieval, split_off
+    for task in tasks:
+        if Path(split_off(task)[0]).is_dir(): read_retrieval(task, columns)
+
 def alone_words(models: dict) -> list: # label -> model; -> of lines
     "Which models are searched together with BM25, while their scores are without it."
     from anchor_nb.inference.search import bm25_weight
@@ -77,7 +83,10 @@ def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], da
     with answering(as_json) as answer:
         given = gather("evaluate", preset, file, [])
         values = evaluate_parameters(places, benchmark, task, data_root, given, read_pairs(parameter))
-        if dry_run: return answer(*spelled_out("evaluate", values))
+        if dry_run:
+            whole, text = spelled_out("evaluate", values)
+            check_sets(whole["tasks"], whole["columns"])
+            return answer(whole, text)
         out, asked = folder_of("evaluate", values), list(labelled(places))
         try: notebook = run_stage("evaluate", values, output, log=not quiet)
         except StageError as error:

@@ -383,8 +383,8 @@ def known_passages(folder: Path, stamps: tuple) -> Path: # stamps: of the files,
     return write_text(cache_dir()/"passages"/content/f"{folder.resolve().name}.jsonl", rows)
 
 def passages_file(folder: Path) -> Path: # of JSONL, in the cache
-    "The passages of a folder of files as a table, which is another file whenever they change."
-    facts = [(str(path), path.stat()) for path in files_below(folder)]
+    "The passages of a file, or of a folder of files, as a table, which is another file whenever they change."
+    facts = [(str(path), path.stat()) for path in files_below(folder) or [folder]]
     return known_passages(folder, tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns)
                                         for path, fact in facts))
 

@@ -90,8 +90,9 @@ class Piece(NamedTuple):
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
-    "The files of a corpus; of a BEIR folder its documents alone, of a folder of texts the table of their passages."
+    "The files of a corpus; of a BEIR folder its documents alone, of texts the table of their passages."
     folder = Path(corpus).expanduser()
+    if folder.is_file() and folder.suffix.lower() in (*MARKUP, *OFFICE): return [str(passages_file(folder))]
     task = set_in(folder)
     if (beir := texts_file(task, "corpus")) and (splits_of(task) or texts_file(task, "queries")): return [str(beir)]
     tables = [path for path in (folder.iterdir() if folder.is_dir() else ()) if format_of(path)[0]]

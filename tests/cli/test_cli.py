@@ -93,6 +93,15 @@ def test_dry_run_prints_what_the_preset_decides(tmp_path):
     assert "decided from data and model before the first step: max_length" in invoke("stage2", "--dry-run").output
 
 
+def test_dry_run_reads_the_evaluation_sets(tmp_path):
+    for name in ("corpus", "queries"): (tmp_path/f"{name}.jsonl").write_text('{"_id": "a", "text": "b"}\n')
+    (tmp_path/"qrels.tsv").write_text("a\tnone\t1\n")
+    result = invoke("evaluate", "tiny", "--task", tmp_path, "--dry-run")
+    assert result.exit_code and "unknown document 'none'" in result.stderr
+    (tmp_path/"qrels.tsv").write_text("a\ta\t1\n")
+    assert str(tmp_path) in invoke("evaluate", "tiny", "--task", tmp_path, "--dry-run").stdout
+
+
 def test_what_dry_run_prints_can_be_given_back(tmp_path):
     first = invoke("stage2", "--preset", "paper", "-p", "instructions=none", "--dry-run").output
     (tmp_path/"again.yaml").write_text(first)

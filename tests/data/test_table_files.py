@@ -257,6 +257,10 @@ def test_texts_beside_an_archive_are_searched(tmp_path):
     (tmp_path/"site.zip").write_bytes(b"PK")
     table, = corpus_sources(str(tmp_path))
     assert [row["_id"] for _, row in table_rows(table)] == ["mills.md"]
+    for text in ("The mill burned.", "The mill stands."): # one file alone, which changes
+        (tmp_path/"mills.md").write_text(text)
+        alone, = corpus_sources(str(tmp_path/"mills.md"))
+        assert [row["text"] for _, row in table_rows(alone)] == [text]
     (tmp_path/"more.jsonl").symlink_to("/nonexistent/more.jsonl")
     (tmp_path/"site.zip").unlink()
     with pytest.raises(FileNotFoundError, match="more.jsonl is a link to nothing"): corpus_sources(str(tmp_path))
