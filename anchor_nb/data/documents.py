@@ -197,7 +197,7 @@ def guessed(rows: list, columns: dict) -> dict: # rows: with our names for `colu
     size = lambda name: sum(len(row[name]) for row in rows if isinstance(row.get(name), str))
     texts = {name: size(name) for name in held if size(name)}
     find = lambda ours, held: next((name for wanted in NAMES[ours] for name in held if name.lower() == wanted), "")
-    keys = (name for name in held if re.search(r"(?i:[_ -]id$)|[a-z]I[dD]$", name)) # product_id, but not user_id
+    keys = (name for name in held if re.search(r"(?i:[_ -]id$)|[a-z]I[dD]$", name)) # such as product_id
     unique = next((name for name in keys if len({str(row.get(name)) for row in rows}) == len(rows)), "")
     return dict(text=find("text", texts) or max(texts, key=texts.get, default=""), title=find("title", held),
                 id=find("id", held) or unique) | {ours: ours for ours in columns}
@@ -209,7 +209,7 @@ def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or 
     if not named["text"] or first and not any(named["text"] in row for row in first):
         held = ", ".join(map(str, first[0])) if first else "no row"
         raise ValueError(f"{source} has no column of texts (it has {held}); name it with columns='{{text: ...}}'")
-    is_text = lambda name: count_words(name) > 6 or name.endswith(("?", ".", "!", "…"))
+    is_text = lambda name: count_words(name) > (2 if name.endswith(("?", ".", "!", "…")) else 6)
     if not columns and first and format_of(source)[0] in (".csv", ".tsv", ".xlsx") and any(map(is_text, first[0])):
         raise ValueError(f"{source}, line 1 looks like a row ({', '.join(first[0])[:60]}); begin the file with a line "
                          "that names the columns, such as id, title and text")

@@ -224,7 +224,7 @@ LIKE_OURS = ("instruction", "positive_scores", "negative_scores") # read under t
 
 def plain_fields(names: list, columns: dict) -> dict: # "query", "positive" and, where there is one, "negative" -> name
     "Which field is which; `Unusual` where more than these and `LIKE_OURS` would be read."
-    expect({*columns} <= {"query", "positive", "negative", "negatives"})
+    expect({*columns} <= {"query", "positive", "negative", "negatives"} and not {"negative", "negatives"} <= {*columns})
     expect(all(isinstance(name, str) and name in names for name in columns.values()))
     expect(not {*columns} & {*names} - {*columns.values()})
     fields = {ours.removesuffix("s"): theirs for ours, theirs in columns.items()}

@@ -130,3 +130,9 @@ def test_plain_files_are_read_in_blocks(rows, columns, tmp_path):
         source = str(tmp_path/name)
         blocks = [row for table in plain_tables(source, columns, SCHEMA) for row in table.to_pylist()]
         assert blocks == list(parsed(source, columns)) == list(load_pairs(source, tmp_path/"cache", columns)["a"])
+
+
+def test_negatives_under_two_names_are_all_read(tmp_path):
+    (tmp_path/"a.jsonl").write_text(json.dumps(dict(query="a", positive="b", x="c", y=["d"])) + "\n")
+    table = load_pairs(str(tmp_path/"a.jsonl"), tmp_path/"cache", dict(negative="x", negatives="y"))["a"]
+    assert table["negatives"][:] == [["c", "d"]]
