@@ -64,8 +64,8 @@ def answer_with_table(answer, out: Path, models: list, *lines: str):
 def check_sets(tasks: list, columns: dict):
     "ValueError or FileNotFoundError for a folder that cannot be read as an evaluation set."
     from anchor_nb.data.retrieval_sets import read_retrieval, split_off
-    for task in tasks:
-        if Path(split_off(task)[0]).is_dir(): read_retrieval(task, columns)
+    for task in tasks: # a bare name may be mteb's
+        if "/" in task and Path(split_off(task)[0]).is_dir(): read_retrieval(task, columns)
 
 def alone_words(models: dict) -> list: # label -> model; -> of lines
     "Which models are searched together with BM25, while their scores are without it."

@@ -91,7 +91,7 @@ def coerce(name: str,  # the field, for the error
         parsed = by_equals(name, value) if kind is dict else None
         if isinstance(parsed := parsed or from_yaml(name, value), kind): return parsed
     what, example = KINDS[kind]
-    if usual and isinstance(usual, kind): example = usual
+    if usual and isinstance(usual, kind) and kind is not bool: example = usual
     raise ValueError(f"{name}={value!r} is {what}; write it like {name}={example}")
 
 # %% ../../nbs/core/00_settings.ipynb #62cbd208

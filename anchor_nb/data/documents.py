@@ -200,7 +200,7 @@ def guessed(rows: list, columns: dict) -> dict: # rows: with our names for `colu
     keys = (name for name in held if re.search(r"(?i:[_ -]id$)|[a-z]I[dD]$", name)) # such as product_id
     unique = next((name for name in keys if len({str(row.get(name)) for row in rows}) == len(rows)), "")
     return dict(text=find("text", texts) or max(texts, key=texts.get, default=""), title=find("title", held),
-                id=find("id", held) or unique) | {ours: ours for ours in columns}
+                id=find("id", held) or unique) | {ours: ours for ours in columns} # unique: so far
 
 def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or ours where `columns` names it
     "The columns of a table that are read; ValueError when none holds text."
@@ -209,23 +209,26 @@ def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or 
     if not named["text"] or first and not any(named["text"] in row for row in first):
         held = ", ".join(map(str, first[0])) if first else "no row"
         raise ValueError(f"{source} has no column of texts (it has {held}); name it with columns='{{text: ...}}'")
-    is_text = lambda name: count_words(name) > (2 if name.endswith(("?", ".", "!", "…")) else 6)
+    is_text = lambda name: len(name.split()) > (2 if name.endswith((".", "!", "…")) else 8)
     if not columns and first and format_of(source)[0] in (".csv", ".tsv", ".xlsx") and any(map(is_text, first[0])):
         raise ValueError(f"{source}, line 1 looks like a row ({', '.join(first[0])[:60]}); begin the file with a line "
-                         "that names the columns, such as id, title and text")
+                         "that names the columns, or say which is the text with columns='{text: ...}'")
     return named
 
 def from_table(source: str, columns: dict) -> Iterator: # of `Document`
     "The documents of one table; a row without a text has its title instead, and one with neither is left out."
-    named, empty = named_in(source, columns), 0
+    named, empty, seen = named_in(source, columns), 0, set()
+    sure = named["id"].lower() in NAMES["id"] # or it is a column whose first values were unique
     for number, (_, row) in enumerate(table_rows(source, columns), 1):
         if not isinstance(row, dict): continue
         title = str(row.get(named["title"]) or "") if named["title"] else ""
         text, name = row.get(named["text"]), row.get(named["id"]) if named["id"] else None
         text = (text if isinstance(text, str) else "").strip() or title.strip()
+        if not sure and name in seen: name = None
         if text: yield Document(str(f"row {number}" if name is None else name), title, [("", text)])
+        if not sure: seen.add(name)
         empty += not text
-    if empty: announce(f"{Path(source).name}: {empty} row{'s'*(empty > 1)} without text in {named['text']} left out")
+    if empty: announce(f"{Path(source).name}: {empty} row(s) left out, with nothing in column {named['text']}")
 
 # %% ../../nbs/data/11_documents.ipynb #4299284d
 def columns_read(named: dict) -> str: # our name -> the table's
@@ -347,12 +350,13 @@ def passages_of(documents: list, # of `Document`
     says = lambda part: count_words(part) >= shortest or len(part) >= LONG_WORD
     for document in documents:
         parts = [(heading, part) for heading, text in document.sections for part in joined(pieces(text, words), words)]
-        for heading, part in [each for each in parts if says(each[1])] or parts: # "Yes." may be all of a document
+        # "Yes." may be all of a document
+        for heading, part in [(heading, part) for heading, part in parts if says(part)] or parts:
             number = seen.setdefault(plain(part), len(kept))
             if number == len(kept): kept.append(Passage(document.id, document.title, heading, part))
             else: repeats.append((document.id, number))
     if not kept:
-        raise ValueError("no document has a text; give texts")
+        raise ValueError("no document holds any text; give files or rows with text in them")
     return kept, repeats
 
 # %% ../../nbs/data/11_documents.ipynb #d0c5a002
@@ -384,7 +388,8 @@ def known_passages(folder: Path, stamps: tuple) -> Path: # stamps: of the files,
 
 def passages_file(folder: Path) -> Path: # of JSONL, in the cache
     "The passages of a file, or of a folder of files, as a table, which is another file whenever they change."
-    facts = [(str(path), path.stat()) for path in files_below(folder) or [folder]]
+    files = [folder] if folder.is_file() else files_below(folder)
+    facts = [(str(path), path.stat()) for path in files]
     return known_passages(folder, tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns)
                                         for path, fact in facts))
 

@@ -6,7 +6,7 @@
 __all__ = ['Retrieval', 'relevant', 'read_retrieval', 'draw', 'subset', 'as_task']
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #eb165c11
-import gzip, hashlib, json, os, re, warnings
+import gzip, hashlib, json, os, re, warnings, zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ..core.names import near_paths
@@ -86,7 +86,7 @@ def read_texts(path: Path,             # corpus.jsonl or queries.jsonl
         if not fault and not text and not empty_allowed: fault = ", field 'text' is empty; fill it or remove the line"
         if fault: faults.add(str(row) if isinstance(row, ValueError) else place + fault)
         if number: texts.setdefault(number, text)
-    if empty_allowed and texts and "title" in columns and "title" not in held:
+    if empty_allowed and texts and columns.get("title") and "title" not in held:
         faults.add(f"{path}: columns names {columns['title']} as the title, which no row has")
     return texts
 
@@ -116,12 +116,13 @@ def read_qrels(path: Path,      # a table of judgements
               ) -> dict:        # query id -> {document id: grade}, judged queries only
     "The judgements of one split."
     qrels = {}
-    try: text = b"".join(line for _, line in byte_lines(path)).decode("utf-8-sig")
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file: text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         faults.add(f"{path}: {error}; save the file as UTF-8")
         return qrels
-    except ValueError as error: # compressed and damaged
-        faults.add(str(error))
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        faults.add(f"{path} is damaged ({error}); copy or download it again")
         return qrels
     rows = [(number, line.split("\t" if "\t" in line else None)) for number, line in enumerate(text.split("\n"), 1)
             if line.strip()]

@@ -10,7 +10,7 @@ import bz2, csv, gzip, hashlib, io, json, lzma, os, re, shutil, tempfile, time, 
 from functools import lru_cache
 from glob import escape
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from shlex import quote
 from typing import Iterator
@@ -111,7 +111,11 @@ def rows_within(value, path) -> list:
     if not isinstance(value, dict): return value if isinstance(value, list) else [value]
     objects = lambda held: isinstance(held, list) and held and all(isinstance(item, dict) for item in held)
     lists = [name for name, held in value.items() if objects(held)]
-    if any(isinstance(value.get(name), str) and value[name].strip() for name in TEXTS): return [value] # of one document
+    worded = lambda row: any(isinstance(row.get(name), str) and row[name].strip() for name in TEXTS)
+    if worded(value): # one document, with a list of its authors, say
+        if rows := [name for name in lists if any(map(worded, value[name][:10]))]:
+            raise ValueError(f"{path} has a text of its own and rows in {rows[0]!r}; keep one of the two in the file")
+        return [value]
     if len(lists) > 1:
         raise ValueError(f"{path} has several lists of rows ({', '.join(lists)}); keep one of them in the file")
     if value and all(isinstance(held, dict) for held in value.values()):
@@ -120,7 +124,8 @@ def rows_within(value, path) -> list:
     if len(value) > 20 and all(isinstance(held, str) for held in value.values()):
         raise ValueError(f"{path} has a text under each id; write a list of {{\"id\": ..., \"text\": ...}}")
     rows = value[lists[0]] if lists else [value]
-    if any(objects(row.get("paragraphs")) for row in rows[:10]):
+    asks = lambda row: objects(row.get("paragraphs")) and any("qas" in part for part in row["paragraphs"])
+    if any(map(asks, rows[:10])):
         raise ValueError(f"{path} nests its questions in paragraphs, as SQuAD does; write one object for each, such as "
                          "{\"query\": ..., \"positive\": ...}")
     return rows
@@ -214,14 +219,15 @@ def sheet_rows(path) -> Iterator: # of (place in the file, row)
     import pandas
     from zipfile import BadZipFile
     how = dict(sheet_name=None, dtype=str, na_filter=False, header=None, engine="openpyxl")
-    try: sheets = {name: table for name, table in pandas.read_excel(path, **how).items() if len(table)}
+    try: sheets = {name: table.to_numpy().tolist() for name, table in pandas.read_excel(path, **how).items()}
     except (BadZipFile, KeyError):
         raise ValueError(f"{path} is damaged or not an .xlsx file; save it again, or as CSV") from None
+    sheets = {name: rows for name, rows in sheets.items() if any(str(cell).strip() for row in rows for cell in row)}
     if len(sheets) > 1:
-        raise ValueError(f"{path} has rows in {len(sheets)} sheets ({', '.join(sheets)}), and one is read; save the one "
-                         "that you mean as CSV")
-    cells = next((table.to_numpy().tolist() for table in sheets.values()), [])
-    rows = ((number, cells) for number, cells in enumerate(cells, 1) if any(map(str.strip, cells)))
+        raise ValueError(f"{path} has rows in {len(sheets)} sheets ({', '.join(sheets)}), and one is read; save the "
+                         "one that you mean as CSV")
+    rows = ((number, cells) for number, cells in enumerate(next(iter(sheets.values()), []), 1)
+            if any(map(str.strip, cells)))
     line, cells = next(rows, (1, []))
     header = header_of(cells, path, line)
     for number, cells in rows: yield f"row {number}", row_of(header, cells)
@@ -251,11 +257,16 @@ def known_sha256(path: str, *stat) -> str: # stat: includes the time of change (
     return sha256(path)
 
 # %% ../../nbs/data/01_tables.ipynb #63cd4cab
+def hidden(path: Path, folder: Path) -> bool:
+    "Whether a path, or a folder between it and `folder`, is a hidden one."
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
 def files_below(folder: Path) -> list: # of paths, sorted
     "All files in a folder and in the folders it links to; each folder is entered once."
     files, entered = [], set()
     def fail(error: OSError): # a folder that may not be read
-        raise error
+        if not hidden(Path(error.filename), folder):
+            raise error
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
         entered.add(os.path.realpath(parent))
         folders[:] = [name for name in folders if os.path.realpath(Path(parent)/name) not in entered]
@@ -264,8 +275,8 @@ def files_below(folder: Path) -> list: # of paths, sorted
 
 def links_to_nothing(folder: Path) -> list: # of paths
     "Links in a folder, hidden ones aside, whose file is gone or on a disk that is not mounted."
-    links = (Path(parent)/name for parent, _, names in os.walk(folder) for name in names if not name.startswith("."))
-    return sorted(link for link in links if link.is_symlink() and not link.exists())
+    links = (Path(parent)/name for parent, _, names in os.walk(folder) for name in names)
+    return sorted(link for link in links if link.is_symlink() and not link.exists() and not hidden(link, folder))
 
 # %% ../../nbs/data/01_tables.ipynb #14b02f78
 def file_hash(path) -> str: # sha256
@@ -388,7 +399,7 @@ def cached_table(source: str, key: dict, rows, kinds: dict, cache_dir=None, # ki
 READERS = {".jsonl": json_lines, ".ndjson": json_lines, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows,
            ".xlsx": sheet_rows} # suffix -> function of a path -> (place in the file, row) of all rows
 PARSING = (json_lines, json_rows, rows_within, is_jsonl, read_json, decoded, quotes_are_text.__wrapped__, csv_records,
-           csv_rows, header_of, row_of, sheet_rows, renamed)
+           csv_rows, header_of, row_of, sheet_rows, renamed, TEXTS)
 
 def code_of(part): # part: a function, its code, or a value; -> what JSON can hold
     "The code of a function with the names and constants in it: the same instructions may read another field."
@@ -474,12 +485,23 @@ def holds_rows(file: Path) -> bool:
     if not suffix or file.name.startswith((".", "qrels")) or not file.is_file(): return False
     if suffix != ".json": return True
     start = next((line.removeprefix(b"\xef\xbb\xbf").strip() for _, line in byte_lines(file) if line.strip()), b"")
-    if start.startswith(b"[") or is_jsonl(file): return True
-    head = b"".join(line for _, line in islice(byte_lines(file), 50))[:2**16]
-    if re.search(rb'"[^"]{1,100}"\s*:\s*\[\s*\{', head):
-        warnings.warn(f"{file} is not read, since its rows lie under a name; write them as a list, or name the file "
-                      "itself")
-    return False
+    return start.startswith(b"[") or is_jsonl(file)
+
+ROWS_INSIDE = re.compile(rb'\[\s*\{[^{}]{0,2000}"(%s|positive|answer)"\s*:' % "|".join(TEXTS).encode())
+
+def warn_of_unread(folder: Path, read: list): # read: of paths
+    "Warn of files of a folder of datasets whose rows are not read."
+    for file in sorted(set(folder.glob("*.json")) - set(read)):
+        with open(file, "rb") as content:
+            if ROWS_INSIDE.search(content.read(2**16)):
+                warnings.warn(f"{file} is not read, since its rows are a list inside an object; write the list alone, or "
+                              "name the file itself")
+    below = [file for file in sorted(folder.glob("*/*")) if format_of(file)[0] not in ("", ".json")
+             and not file.parent.name.lower().startswith((".", "qrels", *HELD_OUT))
+             and not (file.parent/"queries.jsonl").exists()]
+    if below:
+        warnings.warn(f"{folder}: tables in its folders are not read, such as {below[0]}; move them up, or name each "
+                      "folder by itself")
 
 # %% ../../nbs/data/01_tables.ipynb #71ae264a
 def saved_splits(path: Path, split: str = "") -> Path: # path: a folder saved by `datasets`
@@ -507,11 +529,7 @@ def in_folder(path: Path) -> dict: # dataset name -> source
     if len(named) < len(files):
         raise ValueError(f"{path} holds two files of one name ({len(files)} files, {len(named)} names); a dataset is "
                          "named after its file, so rename one")
-    below = [file for file in sorted(path.glob("*/*")) if format_of(file)[0] not in ("", ".json")
-             and not file.parent.name.startswith((".", "qrels"))]
-    if below:
-        warnings.warn(f"{path}: tables in its folders are not read, such as {below[0]}; move them up, or name each "
-                      "folder by itself")
+    warn_of_unread(path, files)
     tests = [name for name in named if name.lower() in HELD_OUT]
     if 0 < len(tests) < len(named):
         warnings.warn(f"{path}: {' and '.join(tests)} will be read like the other tables; move it elsewhere if it is "

@@ -186,10 +186,11 @@ def to_rebuild(candidates: list, tasks: list, rows: list, settings, instructions
     keys = {(f"reconstruction:{task.metadata.name}", rebuilt_data(task, settings)): task for task in ranked}
     known = {measured(row) for row in rows if row.get("type") == "Reconstruction"}
     writers = [candidate for candidate in candidates if candidate.library == "anchor_nb" and settings.reconstruction]
-    if writers:
+    jobs = lacking(writers, known, keys, settings, instructions_id)
+    if jobs:
         from anchor_nb.inference.decoding import generation_libraries
         generation_libraries() # missing ones are named before anything is scored
-    return lacking(writers, known, keys, settings, instructions_id)
+    return jobs
 
 # %% ../../nbs/evaluation/05_scores.ipynb #72e50990
 def rebuild(job: Job, task, embedder, settings, instruction: str, **common) -> dict: # metric_direction -> value

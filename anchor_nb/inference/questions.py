@@ -47,7 +47,8 @@ def heading_pairs(passages: list) -> list: # of `Passage` -> of (query, number o
         if plain(heading) not in ("", plain(title), plain(passage.title)):
             places.append(("heading", passage.document, heading if alone else f"{title}: {heading}".removeprefix(": ")))
         for place in places:
-            if place[2] and place not in seen: asked.append((place[2], number))
+            alike = plain(place[2]) == plain(passage.text) # a row that had a title alone
+            if place[2] and place not in seen and not alike: asked.append((place[2], number))
             seen.add(place)
     counts = Counter(plain(query) for query, _ in asked)
     return [(query, number) for query, number in asked

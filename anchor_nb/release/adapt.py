@@ -649,9 +649,9 @@ def checked(recipe: Adapt) -> Adapt:
         raise ValueError("documents is empty; name a folder of texts, or a table")
     recipe = at_home(recipe)
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs, base=bases_of(recipe)[0])
-    if recipe.pairs and Path(recipe.documents).resolve() in Path(recipe.pairs).resolve().parents:
-        raise ValueError(f"pairs={recipe.pairs} lies in documents={recipe.documents}, whose tables are read as documents "
-                         "too; move it out of that folder")
+    if Path(recipe.pairs or "-").exists() and Path(recipe.documents).resolve() in Path(recipe.pairs).resolve().parents:
+        raise ValueError(f"pairs={recipe.pairs} lies in documents={recipe.documents}, whose tables are read as "
+                         "documents too; move it out of that folder")
     check_out(Path(recipe.out))
     if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split
         raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")

@@ -68,6 +68,7 @@ def stages_line(stages: list) -> str: # empty: unknown
     if "stage2" not in names[:1]: return "after stage I" if names[:1] == ["stage1"] else ""
     return "after stages I and II" if "stage1" in names else "after stage II"
 
+# %% ../../nbs/release/06_serving.ipynb #53805117
 @dataclass
 class Ranker:
     "A model of the page with its index of the corpus."
@@ -92,11 +93,12 @@ class Ranker:
         return " · ".join(filter(None, [stages_line(self.stages), f"{self.index.vectors.shape[1]} dimensions",
                                         f"with BM25, weight {self.bm25:g}" if self.bm25 else "",
                                         "" if self.takes_instruction else "ignores instructions",
-                                        f"unless told: {self.usual}" if self.usual else ""]))
+                                        f"asked with: {self.usual}" if self.usual and self.takes_instruction else ""]))
 
     def asked(self, instruction: str) -> str:
         "The instruction that the model gets."
-        return (instruction or self.usual) if self.takes_instruction else ""
+        from anchor_nb.inference.search import asked_with
+        return asked_with(instruction, self.usual) if self.takes_instruction else ""
 
     def vector(self, query: str, instruction: str = ""): # -> [dimension] fp32 of length 1
         "The embedding of a question."

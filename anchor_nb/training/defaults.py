@@ -8,7 +8,7 @@ __all__ = ['decide']
 # %% ../../nbs/training/06_defaults.ipynb #f9a23a06
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
 from ..core.presets import read_preset

@@ -93,6 +93,7 @@ HEADED = "query-id\tcorpus-id\tscore\n"
 TABLES = {"qrels/test.tsv": HEADED + "q1\td1\t1\nq2\t2\t0\nq2\td1\t2\n",
           "qrels.tsv": "q1\td1\t1\nq2\t2\t0\nq2\td1\t2\n", "qrels.txt": "q1 0 d1 1\nq2 0 2 0\nq2 0 d1 2",
           "qrels/dev.tsv": "q1\t0\td1\t1.0\nq2\t0\t2\t0.0\nq2\t0\td1\t2.0\n",
+          "qrels/test.txt.gz": "q1 0 d1 1\nq2 0 2 0\nq2 0 d1 2",
           "qrels/test.tsv.gz": "\ufeff" + HEADED.replace("-", "_") + "q1\td1\t1\r\nq2\t2\t0\r\nq2\td1\t2\r\n"}
 
 

@@ -197,7 +197,7 @@ TRAINED = dict(recipe=dict(instructions="paper"), data=dict(fever={}, allnli={})
 def test_prompts_are_the_instructions_of_training(tmp_path):
     model = checkpoint(tmp_path/"m", said=TRAINED)
     written = export(model, tmp_path/"out")["prompts"]
-    assert (written["query"] == "Given a web search query, retrieve relevant passages that answer the query; "
+    assert (written["query"] == "Given a claim, retrieve documents that support or refute the claim; "
             and set(written) == {"query", "document", "fever", "allnli", "allnli_2"})
     assert check(model, tmp_path/"out")["other_tokens"] == 0
     peer, ours = peer_of(tmp_path/"out"), AnchorEmbedder.from_pretrained(model)
