@@ -63,7 +63,7 @@ def search(model: Model,
            corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of files of text, a BEIR folder, shards "
                                  "of `anchor-nb encode`, or a kept index"),
            queries: argument(list[str], "one or more"), k: option(int, "texts for each query", "--k", "-k") = 10,
-           instruction: option(str, "of the task, for queries; default: the one of the model's training, if it had one; "
+           instruction: option(str, "of the task, for queries; default: that of the model's training, if it had one; "
                                     "none: none") = "",
            index: option(str, "keep the index in this folder, and use it the next time") = "",
            texts: option(str, "of shards: the corpus they were made from") = "",

@@ -494,8 +494,8 @@ def warn_of_unread(folder: Path, read: list): # read: of paths
     for file in sorted(set(folder.glob("*.json")) - set(read)):
         with open(file, "rb") as content:
             if ROWS_INSIDE.search(content.read(2**16)):
-                warnings.warn(f"{file} is not read, since its rows are a list inside an object; write the list alone, or "
-                              "name the file itself")
+                warnings.warn(f"{file} is not read, since its rows are a list inside an object; write the list alone, "
+                              "or name the file itself")
     below = [file for file in sorted(folder.glob("*/*")) if format_of(file)[0] not in ("", ".json")
              and not file.parent.name.lower().startswith((".", "qrels", *HELD_OUT))
              and not (file.parent/"queries.jsonl").exists()]
