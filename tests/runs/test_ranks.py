@@ -163,12 +163,12 @@ def test_no_snapshot_of_a_step_without_number(tmp_path, monkeypatch):
 
 def test_memory_runs_out_once_and_twice(tmp_path, monkeypatch):
     "Half the budget is left for the next start; the second time the error says what else there is."
-    import anchor_nb.training.trainer as training
+    from anchor_nb.training.steps import ReconstructionStep
     budgets = []
     def hungry(self, *args, **kwargs):
         if self.budget <= 300: budgets.append(self.budget) # the probe has no budget
         raise torch.OutOfMemoryError("tried to allocate 20 GB")
-    monkeypatch.setattr(training.ReconstructionStep, "run", hungry)
+    monkeypatch.setattr(ReconstructionStep, "run", hungry)
     with pytest.raises(torch.OutOfMemoryError, match="resumes with 150"): train(recipe(Stage1, tmp_path/"run"))
     with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*sharding=fsdp2"):
         train(recipe(Stage1, tmp_path/"run"))
