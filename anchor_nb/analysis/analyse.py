@@ -10,7 +10,7 @@ import io, json
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
-from ..data.rows import POSITIVE, QUERY, as_texts, parse_row, permutation
+from ..data.rows import POSITIVE, QUERY, as_text, as_texts, is_pair, parse_row, permutation
 from ..data.tables import find_sources, table_rows
 from ..evaluation.encoders import Candidate, candidates, revision
 from ..core.files import keep_apart, write_text
@@ -46,7 +46,8 @@ def text_of(raw: dict, name: str, place: str) -> str:
     if raw.get(name) is None:
         raise ValueError(f"{place}: field {name!r} is missing; the row has {sorted(raw)}; name the fields with "
                          "text_fields")
-    try: texts = as_texts(raw[name], name)
+    pair = name in QUERY and is_pair(raw[name]) # GritLM's instruction and query
+    try: texts = [as_text(raw[name], name)] if pair else as_texts(raw[name], name)
     except ValueError as error:
         raise ValueError(f"{place}, {error}") from None
     if not texts:
@@ -224,11 +225,11 @@ def analyse(settings, say=print) -> dict: # the summary
         raise ValueError(f"{settings.data}, with texts={settings.texts}, gives {len(sample.rows)} rows of different "
                          f"texts; intervals need at least {LEAST}, so give more rows or raise texts")
     say(f"{len(sample.texts)} texts of {len(sample.rows)} rows ({', '.join(sample.fields)})")
-    comparisons = compared(settings, sample)
-    # the last of each label is its final model
-    final = {checkpoint.label: checkpoint for checkpoint in checkpoints_of(settings)}
+    checkpoints = checkpoints_of(settings)
+    final = {checkpoint.label: checkpoint for checkpoint in checkpoints} # the last of each label is its final model
     a, b = list(final)[:2]
-    shapes = measured(checkpoints_of(settings), sample, settings, say)
+    comparisons = compared(settings, sample)
+    shapes = measured(checkpoints, sample, settings, say)
     places = map_of([a, b], [embeddings(final[name], sample, settings) for name in (a, b)], sample, settings.seed)
     common = dict(task=name_of(settings.data), type="Analysis", main=False, seed=settings.seed,
                   queries=len(sample.rows), documents=len(sample.rows), data=sample.sha256[:16],

@@ -243,7 +243,7 @@ def evaluate(readers: dict, comparisons: dict, names: dict, alone: dict, sample:
     by_null = {null: curves(comparisons[null], alone[x], alone[y], settings)
                | neighbour_curves(lists, (x, y), comparisons[null].matched, block, counts, settings,
                                   order if null == "shuffled" else None) for null, (x, y) in names.items()}
-    metrics = dict.fromkeys(metric for measures in by_null.values() for metric in measures)
+    metrics = by_null["pair"] # what the pair lacks is left out with its nulls
     return dict(rows=pair.total.rows, layers_a=a.layers, layers_b=b.layers,
                 matched=[[a.layers[i], b.layers[j]] for i, j in pair.matched], matrices=matrices,
                 curves={metric: {null: measures[metric] for null, measures in by_null.items() if metric in measures}
@@ -280,7 +280,7 @@ def analyse(readers: dict, texts: list, labels: list | None,
     return result | dict(cost=dict(seconds=time.perf_counter() - start, peak_bytes=peak, accumulator_bytes=size))
 
 # %% ../../nbs/analysis/03_compare.ipynb #8d16902b
-FORMAT = 1 # raised when results get other content
+FORMAT = 2 # raised when results get other content
 
 def digest(value) -> str:
     "A hash of plain values."

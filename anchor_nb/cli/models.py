@@ -179,7 +179,9 @@ def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: 
         lines = [f"{file['bytes']:>14,}  {file['sha256'][:12]}  {file['path']}" for file in result["files"]]
         lines += [f"{'left out':>14}  {name}" for name in result["left_out"]]
         last = f"To send exactly this: the same command with --upload {result['plan']}"
-        if upload: last = f"uploaded: {result['url']}"
+        if upload:
+            lines += [f"{'still there':>14}  {name}" for name in result["left_there"]]
+            last = f"uploaded: {result['url']}"
         answer(result, *lines, last)
 
 # %% ../../nbs/cli/05_models.ipynb #42bbf6d5

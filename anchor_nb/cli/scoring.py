@@ -97,6 +97,18 @@ def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], da
                           f"All of it on a page: anchor-nb report {quote(str(out))}")
 
 # %% ../../nbs/cli/03_scoring.ipynb #99b7d2ed
+def check_scored(model: str, ledger: Path):
+    "ValueError where the scores under a model's label are those of another run."
+    from anchor_nb.release.lineage import run_folder
+    from anchor_nb.runs.ledger import latest
+    run, label, path = run_folder(model), model_label(model), ledger/"ledger.jsonl"
+    rows = latest(read_rows(path)) if run and path.is_file() else []
+    of = {Path(row["manifest"]).resolve() for row in rows if row["label"] == label and row.get("manifest")}
+    there = sorted(str(manifest.parent) for manifest in of if manifest.is_file()) # a folder may have been moved
+    if there and (run/"run.json").resolve() not in of:
+        raise ValueError(f"the scores of {label} in {ledger} are those of {there[0]}, not of {model}; add --task to "
+                         "score both")
+
 def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FOLDER:LABEL or a model -> Side
     "Where the scores of one side of a comparison are; ValueError names the labels to choose from."
     from anchor_nb.evaluation.comparison import Side
@@ -105,8 +117,10 @@ def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FO
     folder, _, label = text.rpartition(":")
     if folder and (Path(folder)/"ledger.jsonl").is_file(): return Side(label, Path(folder))
     known = labels(ledger) if (ledger/"ledger.jsonl").is_file() else {}
-    if text in known or not (Path(text)/"ledger.jsonl").is_file():
-        return Side(text if text in known else model_label(text), ledger)
+    if text in known: return Side(text, ledger)
+    if not (Path(text)/"ledger.jsonl").is_file():
+        check_scored(text, ledger)
+        return Side(model_label(text), ledger)
     trained = [label for label in labels(Path(text)) if label not in YARDSTICKS]
     if len(trained) != 1:
         raise ValueError(f"{text} holds the scores of {', '.join(trained) or 'no model'}; write {text}:LABEL")

@@ -267,8 +267,6 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
                   ) -> tuple:         # (list of `Document`, path -> why it is left out)
     "All documents in a place; ValueError or FileNotFoundError when there are none."
     check_columns(columns, tuple(NAMES))
-    if several := [ours for ours, named in columns.items() if not isinstance(named, str)]:
-        raise ValueError(f"columns gives {several[0]} the name {columns[several[0]]!r}; documents take one column each")
     source = os.path.expanduser(source)
     place = Path(source)
     far = source.startswith("hf:") or is_address(source)

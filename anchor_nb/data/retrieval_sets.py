@@ -59,16 +59,14 @@ class Faults:
             raise error(f"{self.folder} has {sum(map(len, self.found.values()))} faults:\n" + ";\n".join(lines))
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #f1c3a8b5
-def rows_at(path: Path, columns: dict = {}): # columns: our name -> theirs; -> of (location, row or its ValueError)
+def rows_at(path: Path): # -> of (location, row or its ValueError)
     "The rows of a table; reading of JSONL continues after a faulty line."
-    ours = lambda row: renamed(row, {name: named for name, named in columns.items() if named in row}) if isinstance(
-        row, dict) else row
     if format_of(path)[0] not in (".jsonl", ".ndjson"):
-        yield from ((place, ours(row)) for place, row in table_rows(str(path)))
+        yield from table_rows(str(path))
         return
     for number, line in byte_lines(path):
         if not line.strip(): continue
-        try: yield f"{path}, line {number}", ours(read_json(line, path, number))
+        try: yield f"{path}, line {number}", read_json(line, path, number)
         except ValueError as error: yield f"{path}, line {number}", error
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #6729b5cd
@@ -76,18 +74,23 @@ def read_texts(path: Path,             # corpus.jsonl or queries.jsonl
                empty_allowed: bool,    # a document may be empty, a query may not
                faults: Faults,         # receives what is wrong
                columns: dict = {},     # our name -> theirs
+               expected: tuple = (),   # our names of those columns that the file should have
               ) -> dict:               # id -> title and text joined
     "The texts of a BEIR file by id."
     texts, held = {}, set()
-    for place, row in rows_at(path, columns):
+    for place, row in rows_at(path):
+        if isinstance(row, dict):
+            held |= row.keys()
+            row = renamed(row, {ours: named for ours, named in columns.items() if named in row})
         number, text, fault = id_and_text(row)
-        if isinstance(row, dict): held |= row.keys()
         if not fault and number in texts: fault = f", field '_id' repeats {number!r}; make ids unique"
         if not fault and not text and not empty_allowed: fault = ", field 'text' is empty; fill it or remove the line"
         if fault: faults.add(str(row) if isinstance(row, ValueError) else place + fault)
         if number: texts.setdefault(number, text)
-    if empty_allowed and texts and columns.get("title") and "title" not in held:
-        faults.add(f"{path}: columns names {columns['title']} as the title, which no row has")
+    for ours in expected if texts else ():
+        if not (named := columns.get(ours)) or named in held: continue
+        if ours in held: warnings.warn(f"{path}: no row has {named}, which columns names; its {ours} is read instead")
+        elif ours == "title": faults.add(f"{path}: columns names {named} as the title, which no row has")
     return texts
 
 def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or what else the line held
@@ -204,8 +207,8 @@ def read_retrieval(folder: Path,   # holds corpus.jsonl, queries.jsonl and judge
     split = choose_split(place, wanted, faults)
     check_present(place, faults)
     qrels_file = splits_of(place)[split]
-    corpus = read_texts(texts_file(place, "corpus"), True, faults, names)
-    queries = read_texts(texts_file(place, "queries"), False, faults, asked)
+    corpus = read_texts(texts_file(place, "corpus"), True, faults, names, ("text", "title", "_id"))
+    queries = read_texts(texts_file(place, "queries"), False, faults, asked, ("text",)*("query" in names))
     judged = read_qrels(qrels_file, queries, corpus, faults)
     name, instruction = read_task(place/"task.json", place, split, faults)
     qrels = {query: grades for query, grades in judged.items() if relevant(grades)}

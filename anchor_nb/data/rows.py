@@ -189,7 +189,8 @@ FIELDS = ("query", "positive", "negative", "negatives", "instruction", "positive
 
 def pair_columns(columns: dict) -> dict: # the same
     "ValueError for a mapping that names a field which pairs do not have."
-    return check_columns(columns, (*FIELDS, *filter(NEGATIVE.fullmatch, columns), *filter(GRADE.fullmatch, columns)))
+    return check_columns(columns, (*FIELDS, *filter(NEGATIVE.fullmatch, columns), *filter(GRADE.fullmatch, columns)),
+                         lists=True)
 
 # %% ../../nbs/data/02_rows.ipynb #b2c9aa10
 def parsed(source: str, columns: dict = {}) -> Iterator: # columns: our name -> theirs; -> rows in the common form

@@ -315,7 +315,7 @@ def renamed(raw, columns: dict, required: tuple = ()): # columns: our name -> th
         elif named in raw: row[ours] = raw[named]
     return row
 
-def check_columns(columns: dict, known: tuple) -> dict: # the same
+def check_columns(columns: dict, known: tuple, lists: bool = False) -> dict: # lists: of names are fine; -> the same
     "ValueError for a mapping that names a field we do not have, or no field of theirs."
     fits = lambda named: named is None or all(isinstance(name, str) for name in listed(named)) and named != []
     for ours, named in columns.items():
@@ -324,6 +324,8 @@ def check_columns(columns: dict, known: tuple) -> dict: # the same
                              f"columns='{{{known[0]}: {ours}}}'")
         if not fits(named):
             raise ValueError(f"columns gives {ours} the name {named!r}; give the name of a column, or a list of names")
+        if isinstance(named, list) and not lists:
+            raise ValueError(f"columns gives {ours} the name {named!r}; give the name of one column")
     return columns
 
 # %% ../../nbs/data/01_tables.ipynb #1c5857d2
@@ -444,7 +446,7 @@ def table_rows(source: str,         # a file, a folder saved by `datasets`, hf:o
     read = None if is_address(source) else READERS.get(format_of(source)[0])
     rows = ((f"{source}, {where}", row) for where, row in read(source)) if read else (
         (f"{source}, row {number}", row) for number, row in enumerate(open_table(source)))
-    unseen, fields = {named for named in columns.values() if isinstance(named, str) and named}, {}
+    unseen, fields = {name for named in columns.values() for name in listed(named) if name}, {}
     for where, raw in rows:
         if unseen and isinstance(raw, dict):
             unseen -= raw.keys()

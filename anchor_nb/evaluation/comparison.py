@@ -322,6 +322,8 @@ def comparison(a: Side, b: Side,
                tasks = None, # names; None: all that both have
               ) -> dict:     # names, tasks, left_out; in per cent and points
     "Two models task by task: scores, difference a minus b with its 95 % interval, single queries, a verdict."
+    if a == b:
+        raise ValueError(f"both are {a.label} in {a.folder}; name two models")
     names = [side.label if a.label != b.label else f"{side.folder}:{side.label}" for side in (a, b)]
     rows, items, hits, left_out = side_by_side((a, b), tasks)
     facts = {row["task"]: row for row in rows if row["task"] not in left_out}

@@ -15,10 +15,8 @@ import numpy as np
 from ..core.names import hub_has
 from ..core.progress import announce
 from ..models.resolve import BUILT_MODELS, MODELS, at_commit, base_of, find_model, spellings
-from ..data.corpora import training_instructions
 from ..data.prompts import LAYOUT_FILE
-from ..data.rows import Stream, load_pairs
-from ..data.tables import content_hash, find_sources
+from ..data.tables import content_hash
 from ..models.loading import KINDS, WHOLE_BEGINNING, json_or_empty, kind_of, small_files
 from ..runs.identity import ENGINE, engine_of
 
@@ -253,29 +251,11 @@ def with_yardsticks(chosen: list,            # of `Candidate`
 
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #bf51ebd0
-def instructions_of_pairs(recipe: dict, # of a model's record
-                          data: dict,   # of the same: dataset -> sha256 and rows
-                         ) -> set:
-    "The instructions that a recipe gives to the queries of its pairs; ValueError if these are other pairs now."
-    if (table := training_instructions(recipe["instructions"])) is None: return {""}
-    if {name: content_hash(source) for name, source in find_sources(recipe["data"]).items()} != \
-       {name: facts["sha256"] for name, facts in data.items()}:
-        raise ValueError("the pairs have changed")
-    given = set()
-    for name, rows in load_pairs(recipe["data"], columns=recipe.get("columns", {})).items():
-        rows = rows.sample() if isinstance(rows, Stream) else rows # a stream is judged by its first rows
-        instructions = set(rows["instruction"])
-        given |= instructions - {""} | (set(table.get(name, [""])) if "" in instructions else set())
-    return given
-
 def trained_with(candidate: Candidate) -> set: # empty: not known
     "The instructions that a model's queries had in training, with an empty text for none."
     if candidate.library != "anchor_nb" or candidate.adapter: return set()
     record = json_or_empty(small_files(find_model(candidate.source))/LAYOUT_FILE)
-    recipe = record.get("recipe", {})
-    if "instructions" not in recipe or str(recipe.get("data", "")).startswith("hf:"): return set()
-    try: return instructions_of_pairs(recipe, record.get("data", {}))
-    except (OSError, ValueError): return set() # files that are gone or not the same
+    return {text for texts in record.get("instructions", {}).values() for text in texts}
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #b8e12eeb
 def unlike_training(chosen: list,       # of `Candidate`

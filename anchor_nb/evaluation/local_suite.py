@@ -7,7 +7,7 @@ __all__ = ['describe']
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #7f030c04
 import difflib, json, re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path

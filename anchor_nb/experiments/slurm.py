@@ -19,7 +19,7 @@ from pathlib import Path
 from ..runs.launch import die_with, environment
 from ..core.redaction import hide, secret_values, without_secrets
 from ..core.settings import from_yaml
-from .stages import checked, placed, run_stage, stage_notebook
+from .stages import check_before, checked, placed, run_stage, stage_notebook
 from ..runs.ledger import read_json, write_json
 from .torchrun import TRAINING, train_stage
 
@@ -176,5 +176,6 @@ def submit_stage(stage: str,          # a stage
     values = checked(stage_notebook(stage), parameters)
     folder = placed(stage_notebook(stage), values)/"jobs"
     if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"
+    check_before(stage_notebook(stage), values)
     job = write_job(folder, stage, stage, values)
     return executor(folder, options).submit(StageJob(job))

@@ -29,7 +29,7 @@ from ..data.retrieval_sets import Faults, check_present, set_in, split_off
 from ..runs.checkpoints import check_places, locked
 from ..models.resolve import BUILT_MODELS, MODELS, resolve_model
 from ..core.redaction import hide, secret_values, without_secrets
-from ..runs.manifest import STOPPED, fail_run, now, other_settings, read_manifest, reason_of
+from ..runs.manifest import STOPPED, fail_run, is_untrained, now, other_settings, read_manifest, reason_of
 
 # %% ../../nbs/experiments/00_stages.ipynb #39878f28
 def stage_folder() -> Path:
@@ -245,10 +245,11 @@ def check_out(stage: str, values: dict, folder: Path): # values: all parameters
     if stage == "report" and not folder.is_dir():
         raise FileNotFoundError(f"out={str(folder)!r} is no folder; name the folder of ledger.jsonl or of run folders")
     if stage not in RECIPES or stage in ("evaluate", "report") or not (folder/"run.json").is_file(): return
+    if is_untrained(folder, manifest := read_manifest(folder)): return
     recipe = RECIPES[stage](**values)
     undecided = getattr(recipe, "left_open", list)() # what data and machine decide, later
     if undecided: undecided += ["preset", "epochs"]  # which decide it, and are not kept apart from it
-    differing = [words for words in other_settings(read_manifest(folder), recipe)
+    differing = [words for words in other_settings(manifest, recipe)
                  if words.partition(" is ")[0] not in undecided]
     if differing:
         raise ValueError(f"{folder} holds another run: {'; '.join(differing)}. Give another out, or delete that folder "
@@ -264,13 +265,14 @@ def check_models(stage: str, values: dict):
                              "smollm2-135m")
         if model not in (*known, "bm25"): resolve_model(model)
 
-def check_tasks(stage: str, values: dict):
+def check_tasks(stage: str, values: dict, made: Path | None = None): # made: where other stages will write tasks
     "FileNotFoundError or ValueError for a task or benchmark that is not there; reads no texts."
     if stage != "evaluate": return
     from anchor_nb.evaluation.benchmarks import BENCHMARKS, benchmark_tasks, find_task
     from anchor_nb.evaluation.local_suite import LOCAL
-    for task in values["tasks"]:
+    for task in values.get("tasks", []):
         place = Path(split_off(task)[0])
+        if made and made in place.parents: continue
         if place.is_dir() or "/" in task: check_present(folder := set_in(place), Faults(folder))
         elif task not in LOCAL: find_task(task)
     if (benchmark := values.get("benchmark")) and benchmark not in BENCHMARKS: benchmark_tasks(benchmark)
@@ -279,6 +281,12 @@ def check_corpora(stage: str, values: dict):
     "ValueError for a corpus that is not there."
     from anchor_nb.data.corpora import corpus_named
     for name in values["corpora"] if stage == "prepare" else (): corpus_named(name)
+
+def check_before(notebook: Path, values: dict): # values: its parameters, checked
+    "FileNotFoundError or ValueError for what is wrong with a stage's settings; reads no data."
+    stage, whole = notebook.stem, {name: value for name, (_, value) in declared(notebook).items()} | values
+    for check in (check_places, check_models, check_tasks, check_corpora): check(stage, whole)
+    check_out(stage, whole, placed(notebook, values))
 
 def placed(notebook: Path, values: dict) -> Path: # values: its parameters, checked
     "Where a stage will run."
@@ -309,12 +317,7 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
     output, secrets = Path(output) if output else folder/f"{stage}.ipynb", secret_values(values)
     if output.resolve() == notebook.resolve():
         raise ValueError(f"{output} is the stage notebook itself; give another output")
-    whole = {name: value for name, (_, value) in known.items()} | values
-    check_places(stage, whole)
-    check_models(stage, whole)
-    check_tasks(stage, whole)
-    check_corpora(stage, whole)
-    check_out(stage, whole, folder)
+    check_before(notebook, values)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):
         if log: announce(f"{stage}: starting, in", folder)

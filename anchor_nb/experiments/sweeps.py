@@ -6,7 +6,9 @@
 __all__ = ['sweep_file', 'sweeps', 'run_sweep']
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #aeb83a7f
+import hashlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -29,9 +31,9 @@ from ..core.settings import check_names
 from ..core.presets import methods, preset_folder, presets
 from .torchrun import TRAINING
 from ..runs.checkpoints import locked
-from .stages import finished
-from .slurm import (StageJob, ask_to_stop, executor, outcome_of, slurm_options, start_job,
-                                         stop_job, write_job)
+from .stages import check_tasks, finished
+from .slurm import (StageJob, ask_to_stop, batch_file, executor, outcome_of, slurm_options,
+                                         start_job, stop_job, write_job)
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #aeb6a095
 KEYS = dict(preset=(str,), base=(dict,), seeds=(list,), arms=(dict,), grid=(dict, list), evaluate=(bool,))
@@ -124,6 +126,10 @@ def arms_of(sweep: dict) -> list: # of `Arm`
         if unknown := set(stages) - set(TRAINING):
             raise ValueError(f"arm {label}: stages has {unknown.pop()!r}; choose among {', '.join(TRAINING)}")
         check_overrides(changes, f"arm {label}")
+        seeded = {f"{stage}.seed" for stage in stages} & (sweep["base"].keys() | changes.keys())
+        if sweep["seeds"] and seeded:
+            raise ValueError(f"arm {label}: {seeded.pop()} and seeds are both given, and one run would stand for all "
+                             "seeds; leave one of them out")
         if label in {arm.label for arm in combinations}:
             raise ValueError(f"two arms are called {label!r}; give one another name")
         combinations += [Arm(label, stages, changes, seed, start) for seed in sweep["seeds"] or [None]]
@@ -170,8 +176,8 @@ def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `
         last = f"{path[-1].parameters['out']}/model"
     if not sweep.get("evaluate", True): return path
     scored = path[-1].parameters["out"] if arm.stages else model
-    evaluate = settings_for(sweep, arm, "evaluate", models={arm.label: scored})
-    if arm.stages: evaluate["yardsticks"] = []
+    alone = dict(yardsticks=[]) if arm.stages else {} # which one arm without training has, unless the file says so
+    evaluate = settings_for(sweep, arm, "evaluate", models={arm.label: scored}, **alone)
     if built and not evaluate["benchmark"] and "evaluate.tasks" not in sweep["base"] | arm.overrides:
         evaluate["tasks"] = [f"{built}/eval/{corpus}" for corpus in prepare["corpora"]]
     return [*path, node_of("evaluate", evaluate, path, root, nodes)]
@@ -253,7 +259,8 @@ class Queue:
             mine = [node for node in nodes if node.stage == stage]
             options = dict(job_name=f"anchor-nb-{stage}") | options_for(self.options, stage)
             made = executor(self.folder, options)
-            if self.at_once: made.update_parameters(array_parallelism=self.at_once)
+            if self.at_once and "array_parallelism" not in options:
+                made.update_parameters(array_parallelism=self.at_once)
             with made.batch():
                 jobs = [made.submit(StageJob(write_job(self.folder, node.name, stage, node.parameters)))
                         for node in mine]
@@ -274,7 +281,13 @@ class Queue:
             print(f"{len(self.running)} jobs stay in the queue; run the same command to follow them again", flush=True)
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #b8df69ce
-def options_for(options: dict, stage: str) -> dict: # options: of Slurm, some as stage.option
+def check_slurm(options: dict, nodes: dict, folder: Path): # options: of Slurm, some as stage.option
+    "ValueError for an option that is none, or is of no stage."
+    if odd := [name for name in options if "." in name and name.partition(".")[0] not in COLUMNS]:
+        raise ValueError(f"Slurm: {odd[0]} is of no stage; there are {', '.join(COLUMNS)}")
+    for stage in {node.stage for node in nodes.values()}: batch_file(options_for(options, stage), folder)
+
+def options_for(options: dict, stage: str) -> dict:
     "The options that hold for a stage."
     plain = {name: value for name, value in options.items() if "." not in name}
     return slurm_options(plain | {name.partition(".")[2]: value for name, value in options.items()
@@ -321,10 +334,21 @@ class Screen:
         self.known = dict(state)
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #f5d9360d
-def gather(arm: Arm, node: Node, root: Path) -> str: # the node's name
+def experiment_of(nodes: list, root: Path) -> str: # nodes: of an arm
+    "What the runs of an arm have in common, whatever their seed; a mean is over the seeds of one such hash."
+    inside = lambda value: isinstance(value, str) and value.startswith(f"{root}/")
+    common = [{name: value.removeprefix(f"{root}/") if inside(value) else value
+               for name, value in node.parameters.items()
+               if name not in ("seed", "out") and not (name == "model" and inside(value))}
+              for node in nodes if node.stage in TRAINING]
+    return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
+
+def gather(arm: Arm, nodes: list, root: Path) -> str: # nodes: of the arm; -> the last one's name
     "Put the scores of an arm into the ledger of the sweep."
+    node = nodes[-1]
     ledger, out = Path(root)/"ledger.jsonl", Path(node.parameters["out"])
-    origin = dict(node=node.name, arm=arm.label, settings=arm.overrides | dict(stages=list(arm.stages)))
+    origin = dict(node=node.name, arm=arm.label, settings=arm.overrides | dict(stages=list(arm.stages)),
+                  experiment=experiment_of(nodes, root))
     rows = to_restate(read_rows(ledger) if ledger.exists() else [],
                       [row | origin for row in read_rows(out/"ledger.jsonl")])
     if rows and (out/"per_query").is_dir(): shutil.copytree(out/"per_query", Path(root)/"per_query", dirs_exist_ok=True)
@@ -355,9 +379,9 @@ def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # 
     while True:
         state.update({name: "running" for name in runner.running if name in state})
         settle(state, nodes, {name: code for name, code in runner.ended().items() if name in nodes})
-        for arm, last in ((arm, names[-1]) for arm, names in arms if names):
-            if nodes[last].stage == "evaluate" and state[last] == "done" and last not in gathered:
-                gathered.add(gather(arm, nodes[last], root))
+        for arm, names in ((arm, names) for arm, names in arms if names):
+            if nodes[names[-1]].stage == "evaluate" and state[names[-1]] == "done" and names[-1] not in gathered:
+                gathered.add(gather(arm, [nodes[name] for name in names], root))
         ready = [node for name, node in nodes.items()
                  if state[name] == "waiting" and all(state[need] == "done" for need in node.needs)][:runner.room()]
         runner.start(ready)
@@ -396,6 +420,8 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
     if at_once < (slurm is None):
         raise ValueError(f"at_once={at_once}: nothing would run; give 1 or more")
     nodes, arms = plan_sweep(read_sweep(name), root)
+    if slurm is not None: check_slurm(slurm, nodes, root/"jobs")
+    for node in nodes.values(): check_tasks(node.stage, node.parameters, root)
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:

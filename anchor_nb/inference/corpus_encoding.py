@@ -31,7 +31,7 @@ from ..data.retrieval_sets import set_in, splits_of, texts_file
 from ..runs.checkpoints import locked
 from ..runs.identity import ENGINE
 from ..runs.launch import already_launched, find_node, launch, usable_gpus
-from ..models.attention import is_causal
+from ..models.attention import has_bf16, is_causal
 from ..models.backbone import looks_both_ways
 from ..models.inputs import beginning
 from ..models.embedder import AnchorEmbedder, on_disk
@@ -63,8 +63,8 @@ class Encoding(Recipe):
                                     "the checkpoint has prompts", "ours", ("document", "query"))
     pooling: str = setting("", "empty: what the checkpoint says, else eos")
     max_length: int = setting(0, "tokens of a text; 0: what the checkpoint says, else 512")
-    precision: str = setting("auto", "the model computes in fp32, bf16 or, on a CPU, int8; auto: bf16 on a GPU, fp32 "
-                                     "on a CPU")
+    precision: str = setting("auto", "the model computes in fp32, bf16 or, on a CPU, int8; auto: bf16 on a GPU that "
+                                     "has it, else fp32")
     compile: bool = setting(False, "compile the decoder layers first, which pays on a CPU in int8", "ours", how=True)
     micro_tokens: int = setting(0, "tokens of one packed batch; 0: 16384 on a GPU, 1024 on a CPU", how=True)
 
@@ -72,7 +72,8 @@ class Encoding(Recipe):
         super().__post_init__()
         check_columns(self.columns, CORPUS)
         # resolved now, or a run begun on a GPU could resume in another precision on a CPU
-        if self.precision == "auto": object.__setattr__(self, "precision", "bf16" if usable_gpus() else "fp32")
+        if self.precision != "auto": return
+        object.__setattr__(self, "precision", "bf16" if usable_gpus() and has_bf16() else "fp32")
 
     def problems(self):
         return [(self.shard_rows < 1, f"shard_rows={self.shard_rows}; give 1 or more"),

@@ -18,16 +18,17 @@ from .. import __version__
 from ..core.files import keep_apart, new_folder, write_text
 from ..core.progress import progress
 from ..core.recipe import Mine
+from ..data.corpora import training_instructions
 from ..data.rows import Stream, load_pairs
 from ..data.tables import content_hash, find_sources
 from ..data.writers import check_target, ending, fits_columns, write_pairs
-from ..runs.identity import content_at, engine_of, model_content
+from ..runs.identity import content_at, engine_of
 from ..runs.checkpoints import locked
 from ..runs.launch import already_launched, find_node, launch, usable_gpus
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, small_files
 from ..models.resolve import find_model
-from .corpus_encoding import Encoding
+from .corpus_encoding import Encoding, model_files
 from .hard_negatives import instruction_of, quantiles
 
 # %% ../../nbs/inference/04_filtering.ipynb #c7e9b7ef
@@ -155,7 +156,8 @@ def scores_by(model: str, recipe: Mine, max_length: int): # -> function of a nam
         judge = CrossEncoder(find_model(model), max_length=max_length or None, device=device)
         return lambda name, rows, first: judge_rows(rows, judge)
     embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length, device=device)
-    return lambda name, rows, first: score_rows(rows, embedder, instruction_of(name, recipe), first=first)
+    layout = embedder.formatter.layout
+    return lambda name, rows, first: score_rows(rows, embedder, instruction_of(name, recipe, layout), first=first)
 
 def check_finite(scores: list, name: str, first: int): # of rows from number `first` on
     "ValueError names the first row with a score that is not finite."
@@ -188,7 +190,7 @@ def score_share(tables: dict,  # dataset -> rows
 def score_all(tables: dict, contents: dict, out: str, how: dict, # contents: dataset -> hash; how: as in `score_share`
               processes: int) -> dict: # dataset -> folder of its scores
     "Score all rows, or those that a command that was stopped has not."
-    decides = [how, model_content(find_model(how["model"])), content_at(how["instructions"]), BLOCK, __version__,
+    decides = [how, model_files(how["model"]), content_at(how["instructions"]), BLOCK, __version__,
                engine_of("mine"), Encoding(out="-").precision]
     folders, todo = {name: Path(out)/".scores"/name for name in tables}, []
     for name, folder in folders.items():
@@ -237,6 +239,7 @@ def filter_pairs(data: str,      # folder, file or hf:, as training reads it
     if model:
         keep_apart(out, model=[model, *chain(find_model(model))])
         check_judge(model)
+        training_instructions(instructions)
     how = dict(model=model, instructions=instructions, max_length=max_length, columns=columns)
     lock = locked(Path(out)/".scores") if model else nullcontext()
     with lock, new_folder(Path(out)/"pairs") as pairs:

@@ -7,6 +7,7 @@ __all__ = ['check_pairs', 'mine']
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #9ad0575b
 import hashlib, json, os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 import numpy as np
@@ -23,7 +24,7 @@ from ..data.writers import MARK, check_target, ending, fits_columns, write_pairs
 from ..data.corpora import training_instructions
 from ..runs.identity import content_at, engine_of
 from ..runs.launch import usable_gpus
-from ..models.loading import chain
+from ..models.loading import WHOLE_BEGINNING, chain
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, Encoding, corpus_sources, encode_corpus, located,
                                                  planned, survey_all, vector_identity)
@@ -294,9 +295,10 @@ def vectors_of(texts: Path, # a file of texts
     return Encoded(out, unit=True)
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #4027417a
-def instruction_of(name: str, recipe: Mine): # -> function of row and its number
+def instruction_of(name: str, recipe: Mine, layout=None): # -> function of row and its number
     "The instruction of each row of a dataset: its own, else the dataset's, as in training."
-    table = training_instructions(recipe.instructions)
+    takes = layout is None or layout.instruction_format != WHOLE_BEGINNING # or it would run into the query
+    table = training_instructions(recipe.instructions) if takes else None
     usual = (table or {}).get(name) or [""]
     return lambda row, number: "" if table is None else row["instruction"] or usual[number % len(usual)]
 
@@ -310,9 +312,9 @@ def write_queries(path: Path, table, rows: np.ndarray, batch: int = 4096):
             file.writelines(json.dumps(dict(text=query)).encode() + b"\n" for query in part["query"])
     draft.replace(path)
 
-def queries_of(name: str, table, pool: Pool, recipe: Mine) -> Iterator: # of (instruction, rows, file)
+def queries_of(name: str, table, pool: Pool, recipe: Mine, layout) -> Iterator: # of (instruction, rows, file)
     "The queries of a dataset in files, one for each instruction."
-    instruct, turns, turn_of = instruction_of(name, recipe), {}, np.empty(len(table), np.int32)
+    instruct, turns, turn_of = instruction_of(name, recipe, layout), {}, np.empty(len(table), np.int32)
     for number, row in enumerate(table): turn_of[number] = turns.setdefault(instruct(row, number), len(turns))
     for instruction, turn in turns.items():
         file, rows = pool.path.with_name(f"{name}-queries-{turn}.jsonl"), np.flatnonzero(turn_of == turn)
@@ -325,7 +327,7 @@ def near_by_model(name: str, table, pool: Pool, known: Known, recipe: Mine,
     embedder = planned(recipe.model, recipe.pooling, recipe.max_length)
     documents = vectors_of(pool.path, recipe, embedder)
     clusters = Clusters(documents) if recipe.search == "approximate" else None
-    for instruction, rows, file in queries_of(name, table, pool, recipe):
+    for instruction, rows, file in queries_of(name, table, pool, recipe, embedder[1]["layout"]):
         for _, vectors in vectors_of(file, recipe, embedder, instruction, "query"):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
             if clusters and not facts: facts["search"] = clusters.tune(vectors[:500], recipe.last_rank)
@@ -472,6 +474,10 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
     tables = load_pairs(recipe.data, columns=divided(recipe.columns)[0])
     check_target(recipe.out, tables, recipe.format, ("report.json", "texts"), "other_above_positive")
     if recipe.corpus: corpus_sources(recipe.corpus)
+    training_instructions(recipe.instructions)
+    if recipe.search == "approximate" and not find_spec("faiss"):
+        raise ModuleNotFoundError('search=approximate needs faiss: pip install "anchor_nb[search]"; or take '
+                                  "search=exact")
     new = ("positive_scores", *["negatives"]*(not recipe.keep_existing))
     for name, table in tables.items() if recipe.format == "columns" else (): fits_columns(table, sources[name], new)
     return tables, {name: dict(sha256=hashes[name], rows=len(table)) for name, table in tables.items()}

@@ -18,7 +18,6 @@ from .. import __version__
 from ..core.files import damage, draft_of, keep_apart, new_folder, seal, write_text
 from ..data.tables import check_columns
 from ..core.redaction import without_secrets
-from ..data.corpora import training_instructions
 from ..data.prompts import stored_facts
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, unboxed, whole_number
@@ -420,8 +419,9 @@ def check_corpus(corpus: str):
     if not is_index(corpus) and not is_shards(corpus): corpus_sources(corpus)
 
 # %% ../../nbs/inference/02_search.ipynb #5e41024d
-def check_unused(corpus: str, stored: bool, **given): # stored: an index, not shards
+def check_unused(corpus: str, **given):
     "ValueError when an argument has no meaning for vectors that exist already."
+    stored = is_index(corpus := os.path.expanduser(corpus))
     unused = [name for name, value in given.items() if value and (stored or name not in ("texts", "truncate_dim"))]
     if unused and (stored or is_shards(corpus)):
         raise ValueError(f"{corpus} holds vectors already, for which {unused[0]} has no meaning; leave it out, or name "
@@ -449,10 +449,9 @@ def open_index(embedder: AnchorEmbedder,
               ) -> Index:
     "An index of the documents at a path; ValueError if `keep` holds an index of other documents."
     corpus, keep, texts = map(os.path.expanduser, (corpus, keep, texts))
-    stored = is_index(corpus)
-    check_unused(corpus, stored, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
+    check_unused(corpus, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
                  truncate_dim=truncate_dim)
-    if stored: return Index.load(embedder, corpus)
+    if is_index(corpus): return Index.load(embedder, corpus)
     if keep: keep_apart(check_keep(keep), corpus=corpus, texts=texts)
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
     documents, _ = read_corpus(corpus, field, id_field, columns)
@@ -477,11 +476,8 @@ def bm25_weight(model: str) -> float: # model: as for `search_corpus`
 def trained_instruction(model: str) -> str: # empty: none, several, not known, or a checkpoint with prompts
     "The one instruction that all queries had in training, as an export has it for its queries."
     facts = stored_facts(small_files(find_model(model)))
-    if facts.get("prompts") or not facts.get("data"): return ""
-    try: table = training_instructions(facts.get("recipe", {}).get("instructions", "none")) or {}
-    except ValueError: return "" # a file that is gone
-    texts = {text for name in facts["data"] for text in table.get(name) or [""]}
-    return texts.pop() if len(texts) == 1 else ""
+    texts = {text for texts in facts.get("instructions", {}).values() for text in texts}
+    return texts.pop() if len(texts) == 1 and not facts.get("prompts") else ""
 
 def asked_with(instruction: str, usual: str) -> str:
     "The instruction that queries get; `none` means that there is none."
@@ -504,6 +500,8 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
     if whole_number("k", k) < 1:
         raise ValueError(f"k={k}; ask for 1 or more")
     check_corpus(corpus)
+    check_unused(corpus, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
+                 truncate_dim=truncate_dim)
     if keep: keep_apart(check_keep(keep), corpus=corpus, texts=texts)
     bm25 = bm25_weight(model) if bm25 is None else bm25
     check_weight(bm25, k)

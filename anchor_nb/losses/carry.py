@@ -56,7 +56,6 @@ class Carried(NamedTuple):
 def carried(run,             # (batch, shifts) -> as `losses_behind`
             anchor: Anchor,
             pairs: list,     # of (query, document), both `prompts.Tokens`, held out; at least 2
-            identify: int = 32, # pairs whose anchors are told apart
            ) -> tuple:       # (direction -> `Carried`, [directions, pairs, 3] nats: own anchor, another's, none)
     "Measure what anchors carry, over all pairs and of each; ValueError for fewer than two pairs."
     if len(pairs) < 2:
@@ -64,14 +63,12 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
                          "give at least 2")
     groups = [pairs[first:first + GROUP] for first in range(0, len(pairs), GROUP)]
     if len(groups[-1]) < 2: groups[-2:] = [groups[-2] + groups[-1]]
-    costs, known = [], []
-    for number, group in enumerate(groups):
-        whole = number*GROUP < identify and len(group) == len(groups[0])
-        shifts = range(len(group)) if whole else [0, 1]
-        losses = run(anchor.pack(group), [*shifts, None])
-        if whole: known.append((losses[0] < losses[1:-1].amin(0)).float())
+    costs = []
+    for group in groups: # in the first, each anchor is told from all others
+        losses = run(anchor.pack(group), [*(range(len(group)) if not costs else [0, 1]), None])
+        if not costs: known = (losses[0] < losses[1:-1].amin(0)).float().mean(1)
         costs.append(losses[[0, 1, -1]])
-    costs, known = torch.cat(costs, 2).double(), torch.cat(known, 1).mean(1)
+    costs = torch.cat(costs, 2).double()
     gaps = costs[1] - costs[0]
     margins = 1.96*gaps.std(1)/math.sqrt(len(pairs))
     values = torch.stack([*costs.mean(2), gaps.mean(1), margins, known.to(gaps)], 1)

@@ -83,7 +83,7 @@ def as_texts(texts) -> list: # of strings
     "One or several texts as a list; ValueError names anything that is not a string."
     texts = unboxed(texts)
     if isinstance(texts, str): return [mended(texts)]
-    if isinstance(texts, (bytes, dict)) or not hasattr(texts, "__iter__"):
+    if isinstance(texts, (bytes, dict)) or hasattr(texts, "columns") or not hasattr(texts, "__iter__"): # or a table
         raise ValueError(f"texts is {type(texts).__name__}; give a string or a list of strings")
     texts = list(texts)
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str)]:

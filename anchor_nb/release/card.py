@@ -19,6 +19,7 @@ from ..core.redaction import without_secrets
 from ..core.settings import default
 from ..evaluation.tables import by_seed, comparable, expected_vs_obtained, last_steps
 from ..evaluation.comparison import METRIC_NAMES, load_per_query
+from ..evaluation.encoders import OPTIONS
 from ..experiments.figures import (PAPER_MODELS, PAPER_NAMES, SYSTEMS, interval_around,
                                            system)
 from ..experiments.pipeline import full_preset
@@ -61,7 +62,8 @@ def label_of(rows: list, runs: list, ledger: Path | None = None) -> str: # ledge
     def is_here(manifest: Path) -> bool:
         stale = moved_together and not manifest.exists()
         return manifest.resolve() == here or (stale and manifest.parts[-2:] == here.parts[-2:])
-    labels = [row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"]))]
+    as_it_is = lambda row: all(row.get(name) in (None, "") for name in OPTIONS[2:]) # not with fewer dimensions, say
+    labels = [row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"])) and as_it_is(row)]
     return labels[-1] if labels else ""
 
 # %% ../../nbs/release/04_card.ipynb #d59648a4

@@ -21,11 +21,10 @@ import numpy as np
 from ..core.files import write_text
 from ..data.packages import toy_items
 from ..data.prompts import LAYOUT_FILE
-from ..models.embedder import AnchorEmbedder
 from ..models.engines import ENGINE_FILES, ENGINES, LlamaEngine
 from ..models.loading import chain, json_or_empty, use_of
 from .card import export_with_card
-from .export import LONG, SHORT, sent_around
+from .export import LONG, SHORT, load_for_export, sent_around
 from .formats import add_formats, check_formats, check_gguf
 
 # %% ../../nbs/release/08_certificate.ipynb #9ccc5aab
@@ -54,11 +53,11 @@ def requests(folder: Path, count: int = 500) -> list: # (kind, prompt, instructi
     return [(kind, *ways[number % 3], text)
             for number, (kind, text) in enumerate(texts_to_compare(facts["layout"]["max_length"], count))]
 
-def ours(model: str, folder: Path, asked: list) -> tuple: # ([texts, dimension], token ids)
+def ours(model: str, folder: Path, asked: list, kind: str = "") -> tuple: # ([texts, dimension], token ids)
     "Our vectors and ids, in fp32."
     facts = json_or_empty(folder/LAYOUT_FILE)
-    embedder = AnchorEmbedder.from_pretrained(model, precision="fp32", device="cpu", pooling=facts["pooling"],
-                                              max_length=facts["layout"]["max_length"])
+    embedder = load_for_export(model, facts["layout"]["truncation"], pooling=facts["pooling"], kind=kind,
+                               max_length=facts["layout"]["max_length"], bidirectional=facts["bidirectional"])
     vectors, ids = np.empty((len(asked), embedder.dimension), np.float32), [None]*len(asked)
     for role in dict.fromkeys(way[3] for way in asked):
         mine = [number for number, way in enumerate(asked) if way[3] == role]
@@ -270,11 +269,12 @@ def certify(model: str,        # what was exported
             folder,            # the exported folder, with what `add_formats` wrote
             count: int = 500,  # texts
             engines: list = [],  # names of `CALLS`; empty: all
+            kind: str = "",      # as for `export`
            ) -> list:          # a row for each engine and precision; `reason` where one was not run
     "Compare every installed engine with our vectors; a failure is a row too."
     folder, rows = Path(folder).resolve(), []
     asked = requests(folder, count)
-    vectors, ids = ours(model, folder, asked)
+    vectors, ids = ours(model, folder, asked, kind)
     for engine, (call, backend, module) in CALLS.items():
         if engines and engine not in engines: continue
         version = version_of(engine, module)
@@ -339,7 +339,7 @@ def export_everywhere(model: str, out: str, formats: list = [], # onnx, openvino
     result = export_with_card(model, out, **options)
     if formats: result["files"] = add_formats(result["out"], formats)
     if servers:
-        result["certificate"] = certify(model, result["out"])
+        result["certificate"] = certify(model, result["out"], kind=options.get("kind", ""))
         card = Path(result["card"])
         write_text(card, with_table(card.read_text(encoding="utf-8"), result["certificate"]))
     return result

@@ -14,7 +14,6 @@ import torch
 from .. import __version__
 from ..core.files import keep_apart, new_folder, saving, write_text
 from ..core.progress import without_bars
-from ..data.corpora import training_instructions
 from ..data.prompts import (Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout,
                                     stored_facts)
 from ..inference.search import SEARCH
@@ -42,12 +41,7 @@ def check_expressible(embedder: AnchorEmbedder, model: str):
 # %% ../../nbs/release/00_export.ipynb #547eb986
 def trained_instructions(facts: dict) -> dict: # facts: of a checkpoint; -> name: instruction
     "The instructions that a model was trained with; a data set with several gets numbered names."
-    source = facts.get("recipe", {}).get("instructions", "none")
-    try: table = training_instructions(source) or {}
-    except ValueError:
-        raise ValueError(f"the instructions used in training were in {source}, which no longer exists; pass prompts as "
-                         "name: instruction, or an empty dict for none") from None
-    used = {name: table[name] for name in facts.get("data", {}) if table.get(name)}
+    used = {name: filter(None, texts) for name, texts in facts.get("instructions", {}).items()}
     return {name + (f"_{n}" if n > 1 else ""): text for name, texts in used.items() for n, text in enumerate(texts, 1)}
 
 def query_instruction(instructions: dict, query: str = "") -> str: # query: an instruction or its name; empty: choose

@@ -130,7 +130,7 @@ def as_shown(folder: Path, file: dict): # file: of a plan; -> huggingface_hub.Co
     "A file ready to be sent; ValueError when it is not what the plan shows."
     from huggingface_hub import CommitOperationAdd
     path = folder/file["path"]
-    added = CommitOperationAdd(file["path"], str(path) if path.suffix == ".safetensors" else path.read_bytes())
+    added = CommitOperationAdd(file["path"], path.read_bytes() if path.stat().st_size < 2**24 else str(path))
     if added.upload_info.sha256.hex() == file["sha256"]: return added
     raise ValueError(f"{path} has changed since it was inspected, so nothing was sent; look at the plan again")
 

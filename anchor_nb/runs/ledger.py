@@ -99,10 +99,13 @@ def latest(rows: list) -> list: # of rows of a ledger; in their order
     model = lambda row: row.get("library", row["label"]) != "bm25" # which has no length and no instructions
     score = lambda row: (row["label"], row["step"], row["task"], row.get("main") or row["metric"],
                          row.get("training_seed"))
+    experiment = {row["label"]: row.get("experiment") for row in rows} # the last one of a sweep
+    rows = [row for row in rows if row.get("experiment") == experiment[row["label"]]]
     sources = {} # label -> the models it stands for, with their training seeds
     for row in reversed(rows):
         (seed, manifest), newer = source(row), sources.setdefault(row["label"], set())
-        if all(other == manifest or seed != taken and None not in (seed, taken) for taken, other in newer):
+        if all(not manifest or seed == taken if other == manifest else seed != taken and None not in (seed, taken)
+               for taken, other in newer):
             newer.add((seed, manifest))
     rows = [row for row in rows if source(row) in sources[row["label"]]]
     last_cut = {row["task"]: cut(row) for row in rows}

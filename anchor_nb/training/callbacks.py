@@ -14,7 +14,7 @@ from ..core.distributed import of_first_rank
 from ..core.files import replace_folder
 from ..core.progress import progress
 from ..data.writers import write_lines
-from ..losses.carry import GROUP, carried, in_words, losses_behind
+from ..losses.carry import carried, in_words, losses_behind
 from ..losses.objectives import to_device
 from ..runs.checkpoints import add_row
 
@@ -22,6 +22,18 @@ from ..runs.checkpoints import add_row
 class AsAsked(TrainerCallback):
     "A resumed run saves as often as is asked now; transformers takes that from the checkpoint."
     def on_train_begin(self, args, state, control, **kwargs): state.save_steps = args.save_steps
+
+class Timely(TrainerCallback):
+    "A checkpoint after ten minutes without one, or later where writing one would take over 2 % of the time."
+    def on_train_begin(self, args, state, control, **kwargs): self.begun, self.cost = perf_counter(), 0.0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ended = perf_counter()
+        if of_first_rank(self.ended - self.begun > max(600, 50*self.cost)): control.should_save = True
+
+    def on_save(self, args, state, control, **kwargs):
+        self.begun = perf_counter()
+        self.cost = self.begun - self.ended
 
 class Progress(TrainerCallback):
     "A progress bar with loss and tokens per second."
@@ -94,7 +106,7 @@ class Carrying(TrainerCallback):
         def run(batch, shifts):
             behind = lambda lm, batch, anchor: losses_behind(lm, batch, anchor, shifts)
             return model("anchor", to_device(batch, args.device), work=behind).cpu()
-        with torch.no_grad(): measured, costs = of_first_rank(carried(run, anchor, self.pairs, identify=GROUP))
+        with torch.no_grad(): measured, costs = of_first_rank(carried(run, anchor, self.pairs))
         model.train()
         self.seconds += perf_counter() - began
         self.last = dict(step=state.global_step, pairs=len(self.pairs), trained_on=not self.fresh,

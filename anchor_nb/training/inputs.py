@@ -20,6 +20,7 @@ from ..data.corpora import training_instructions
 from ..data.prompts import stored_facts
 from ..data.rows import Batch, Batches, Stream, examples, kept_out, load_pairs, strangers, undrawn
 from ..data.tables import RowTable, content_hash, find_sources
+from ..losses.carry import GROUP
 from ..losses.contrastive import sizes_of
 from ..losses.distillation import check_scale
 from ..models.attention import choose_attention, is_causal
@@ -48,8 +49,8 @@ class Resolved:
         self.model = start_of(recipe.model)        # folder or hub id of whole weights
         check_causal(self.model)
         self.config = AutoConfig.from_pretrained(self.model)
-        masks = getattr(recipe, "hide_template", False) or getattr(recipe, "attention_dropout", 0) > 0
-        self.attention = choose_attention(recipe.attention, recipe.precision, masks) # what transformers is told
+        self.masks = getattr(recipe, "hide_template", False) or getattr(recipe, "attention_dropout", 0) > 0
+        self.attention = choose_attention(recipe.attention, recipe.precision, self.masks) # what transformers is told
         self.formatter = training_formatter(self.model, recipe) # tokenizer, template, [EOS] and max_length
         self.settle(recipe)
         check_use(self)
@@ -60,8 +61,10 @@ class Resolved:
         if recipe.max_length: self.formatter = self.formatter.cut_at(recipe.max_length)
 
     def compute_in(self, precision: str):
-        "Take a precision where the recipe leaves it open; nothing else follows from it."
-        if self.precision == "auto": self.recipe, self.precision = replace(self.recipe, precision=precision), precision
+        "Take a precision where the recipe leaves it open, and an attention that computes in it."
+        if self.precision != "auto": return
+        self.recipe, self.precision = replace(self.recipe, precision=precision), precision
+        self.attention = choose_attention(self.recipe.attention, precision, self.masks)
 
 # %% ../../nbs/training/08_inputs.ipynb #c6f78869
 def range_of_scores(table) -> tuple: # (lowest, highest)
@@ -146,7 +149,9 @@ def measured_pairs(inputs, whole: dict, kept: dict) -> tuple: # (list of `Exampl
     count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
     if not count: return [], True
     rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count)
-    tables, fresh = whole if kept else inputs.tables, sum(map(len, rows.values())) >= 2
+    # a rest of a few pairs would judge the whole run
+    fresh = sum(map(len, rows.values())) >= (2 if kept else min(count, GROUP))
+    tables = whole if kept and fresh else inputs.tables
     if not fresh: rows = undrawn(inputs.batches, 0, inputs.drawn, count)
     pairs = [example for name in inputs.drawn
              for example in examples(tables[name], Batch(name, rows[name], 0), inputs.instructions)]
@@ -193,6 +198,18 @@ def check_inputs(recipe: Training) -> Inputs:
     return Inputs(recipe)
 
 # %% ../../nbs/training/08_inputs.ipynb #ae0954cd
+MOST = 20 # instructions of a dataset that are recorded; ours
+
+def instructions_given(tables: dict, table: dict | None) -> dict: # table: dataset -> instructions, None: nobody's
+    "What the queries of each dataset are asked with, an empty text for none: the rows' own, else the dataset's."
+    given = {}
+    for name, rows in looked_through(tables).items():
+        written = set() if table is None else set(rows["instruction"]) if isinstance(rows, RowTable) else set(
+            rows.select_columns(["instruction"]).with_format("arrow")[:]["instruction"].unique().to_pylist())
+        usual = ((table or {}).get(name) or [""]) if "" in written or not written else []
+        given[name] = [*sorted(written - {""}), *(text for text in usual if text not in written or not text)][:MOST]
+    return given
+
 class Record:
     "What a run's models record in `anchor_nb.json`, besides their layout."
     def __init__(self, inputs: Inputs):
@@ -201,6 +218,8 @@ class Record:
         self.stage = inputs.stage
         self.base = str(base.resolve()) if base.is_dir() else inputs.name # the model that the run started from
         self.data = inputs.data                      # dataset -> sha256 and rows
+        drawn = {name: inputs.tables[name] for name in inputs.drawn}
+        self.instructions = instructions_given(drawn, inputs.instructions) if first else {} # of queries
         # content of all else that the recipe reads; the first rank reads for all
         self.inputs = inputs_beside(inputs.recipe, inputs.data) if first else {}
         self.engine = engine_of(inputs.stage)        # numbers of the code that decides results

@@ -334,5 +334,8 @@ def kept_plan(shape: Shape, setup: Setup, work: Work, free: float, tokens: int, 
         fits = fitting_tokens(shape, setup, USABLE*free, forced)
         # with checkpointing, stage II is one piece: cut in several it would recompute twice
         whole = forced and setup.stage == "stage2"
+        if whole and not fits:
+            raise ValueError(f"stage2 does not fit into {USABLE:.0%} of {free/1e9:.1f} GB; "
+                             f"{remedies(shape, setup, work, USABLE*free)}")
         tokens = fits if whole else max(min(fits, usual)//64*64, min(usual, 64))
     return describe(shape, setup, work, tokens, forced, math.ceil(sum(work.lengths(setup.stage))/tokens), free)

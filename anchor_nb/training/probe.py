@@ -256,17 +256,18 @@ def shorter_commands(recipe,         # `Training` as it was asked for
     lines = [f"That is over {LONG//60} minutes. One of these would take about {0.9*LONG/60:.0f}:"]
     for name, (value, kept) in shorter(decided, expected).items():
         changes = {name: value, "out": f"{recipe.out.rstrip('/')}-short"}
-        if name == "steps": changes |= at_most(recipe, value)
+        if name == "steps": changes |= at_most(recipe, value, decided.steps)
+        elif not recipe.steps: changes |= at_most(recipe, decided.steps, decided.steps) | dict(steps=decided.steps)
         lines += [f"  {command_line(replace(recipe, **changes))}", f"      {COSTS[name].format(kept=kept)}"]
     if len(lines) > 1: return lines
     return [f"That is over {LONG//60} minutes, and so is a single step: take a smaller model, a smaller global_batch "
             "with a smaller max_length, or a GPU."]
 
-def at_most(recipe, steps: int) -> dict: # setting -> value
+def at_most(recipe, steps: int, whole: int) -> dict: # whole: steps of the long run; -> setting: value
     "Other settings that must change for a run of that many steps."
     changes = dict(epochs=0.0) if getattr(recipe, "epochs", 0) else {}
     for name in ("warmup_steps", "anchor_after"): # their share of the steps stays
-        if (value := getattr(recipe, name, 0)) > 0: changes[name] = value*steps//max(recipe.steps, steps)
+        if (value := getattr(recipe, name, 0)) > 0: changes[name] = value*steps//max(whole, steps)
     return changes
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be034

@@ -6,7 +6,7 @@
 __all__ = ['build_model', 'training_arguments', 'AnchorTrainer', 'train']
 
 # %% ../../nbs/training/09_trainer.ipynb #2e118d0d
-import json, os, shutil, signal, time
+import json, os, shutil, signal, time, warnings
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from ..models.resolve import is_here
 from ..runs.checkpoints import (add_row, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint,
                                         number_of)
 from ..runs.fault_tolerance import BUDGET, STOP_SIGNALS, Stopping, check_finite, halving, kept_budget, listening
-from .callbacks import AsAsked, Carrying, Progress, Snapshots, curves
+from .callbacks import AsAsked, Carrying, Progress, Snapshots, Timely, curves
 from .inputs import Inputs, Record, Resolved, check_inputs, check_same_run
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
@@ -226,6 +226,7 @@ class AnchorTrainer(KeptRows):
         super().__init__(module, args, train_dataset=steps)
         self.remove_callback(PrinterCallback)
         self.add_callback(AsAsked())
+        if recipe.save_steps: self.add_callback(Timely())
         if rank := world()[0]: torch.manual_seed(recipe.seed + rank) # or dropout would draw alike on every rank
         self.save_into, self.facts, self.schedule_steps = save, {}, recipe.schedule_steps
         self.keep, self.shared = (recipe.keep_last, recipe.keep_every), any(map(is_share, module.parameters()))
@@ -392,5 +393,10 @@ def train(recipe: Training) -> dict[str, Any]:
         with halving(out, trainer.step):
             expected = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
         if first: print(expected, *shorter_commands(inputs.asked, inputs.recipe, expected), sep="\n", flush=True)
+        size = sum(p.numel()*p.element_size() for p in trainer.model.parameters())
+        if first and shutil.disk_usage(out).free < size:
+            warnings.warn(f"the finished model will take {size/1e9:.1f} GB, and the disk of {out} has less; make room "
+                          "before the run ends")
         seconds = run_trainer(trainer, checkpoint, inputs.stage.capitalize())
-        return finish(trainer, inputs, save, kept_forecast(expected, seconds))
+        with listening(Stopping()): # a signal now would only lose the model
+            return finish(trainer, inputs, save, kept_forecast(expected, seconds))

@@ -83,16 +83,16 @@ def kinds(name, rate=5e-5):
     from anchor_nb.evaluation.encoders import Candidate
     from anchor_nb.evaluation.verdict import score_one, verdict
     from anchor_nb.evaluation.verdict import opened as ready
-    from anchor_nb.release.adapt import read_lines
+    from anchor_nb.runs.ledger import read_rows
     from anchor_nb.training.encoders import fit, opened
     root, steps = Path("runs/adapt")/name/"made", Path("runs/adapt")/name/"adapted-made-0/steps"
     test, made, titles = real_test(root), {}, set()
-    passages = [row["text"] for row in read_lines(steps/"read/passages.jsonl")]
-    titles = {row["title"] for row in read_lines(steps/"read/passages.jsonl")}
-    for row in read_lines(steps/"pairs/pairs.jsonl"):
+    passages = [row["text"] for row in read_rows(steps/"read/passages.jsonl")]
+    titles = {row["title"] for row in read_rows(steps/"read/passages.jsonl")}
+    for row in read_rows(steps/"pairs/pairs.jsonl"):
         kind = "titles" if row["query"] in titles else "questions"
         made.setdefault(kind, []).append((row["query"], passages[row["passage"]]))
-    made["sentences"] = [first_sentence(passages[row["passage"]]) for row in read_lines(steps/"pairs/sentences.jsonl")]
+    made["sentences"] = [first_sentence(passages[row["passage"]]) for row in read_rows(steps/"pairs/sentences.jsonl")]
     score = lambda source: score_one(ready(Candidate(source, source, library="sentence-transformers")), test)
     plain = score("minilm")
     for kind, pairs in made.items():
@@ -366,7 +366,8 @@ def negatives(name, rate=1e-4, epochs=3):
     "MiniLM on a target's pairs without negatives and with mined ones; scores on the test set, and after each epoch."
     from anchor_nb.data.retrieval_sets import read_retrieval
     from anchor_nb.data.rows import load_pairs
-    from anchor_nb.release.adapt import Steps, prepared, read_lines, with_negatives
+    from anchor_nb.release.adapt import Steps, prepared, with_negatives
+    from anchor_nb.runs.ledger import read_rows
     from anchor_nb.training.encoders import SCORE, evaluator_of, fit, opened
     root = Path("runs/adapt")/name/"own"
     target(name, root, True)
@@ -374,7 +375,7 @@ def negatives(name, rate=1e-4, epochs=3):
     prepared(Adapt(documents=str(root/"documents.jsonl"), pairs=str(root/"pairs.jsonl"), out=str(steps.out),
                    test_documents=0), steps)
     mined = [row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table]
-    pool = [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")]
+    pool = [row["text"] for row in read_rows(steps.folder("split")/"pool.jsonl")]
     dev, test = (evaluator_of(read_retrieval(steps.folder("split")/part)) for part in ("dev", "test"))
     for kind, rows in dict(none=[row | dict(negatives=[]) for row in mined],
                            mined=with_negatives(mined, pool, 0)).items():

@@ -153,7 +153,7 @@ def test_other_texts_or_lengths_are_other_vectors(tmp_path):
 def test_a_ruined_model_is_named(tmp_path, other):
     (tmp_path/"texts.jsonl").write_text("\n".join(json.dumps(dict(text=f"river {n} is long")) for n in range(40)))
     with pytest.raises(ValueError, match="(?i)nan|finite"):
-        analysis.analyse(asked(tmp_path, b=other[1], data=str(tmp_path/"texts.jsonl")), say=lambda text: None)
+        analysis.analyse(asked(tmp_path/"out", b=other[1], data=str(tmp_path/"texts.jsonl")), say=lambda text: None)
 
 
 @pytest.mark.parametrize("changes, message", [

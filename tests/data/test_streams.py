@@ -14,11 +14,10 @@ from anchor_nb.data.deduplication import dedup_pairs
 from anchor_nb.data.inspection import inspect_pairs
 from anchor_nb.data.rows import Batches, load_pairs, undrawn
 from anchor_nb.data.shards import name_of_address
-from anchor_nb.evaluation.encoders import instructions_of_pairs
 from anchor_nb.inference.corpus_encoding import Encoded, encode_corpus
 from anchor_nb.inference.hard_negatives import mine
 from anchor_nb.runs.identity import files_content
-from anchor_nb.training.inputs import check_inputs
+from anchor_nb.training.inputs import Record, check_inputs
 from anchor_nb.training.trainer import train
 from common import STAGES, assert_same_trajectory, interrupted, recipe, rows, run, start, stop_after, toy_pairs
 
@@ -145,8 +144,7 @@ def test_no_secret_of_an_address_is_recorded(capsys):
     assert "hunter" not in capsys.readouterr().err
 
 
-def test_evaluation_knows_the_instructions_of_a_stream(address, tmp_path):
-    settings = recipe(Stage1, tmp_path/"run", data=address, instructions="none")
-    record = check_inputs(settings)
-    assert instructions_of_pairs(dict(data=address, instructions="none"), record.data) == {""}
-    assert instructions_of_pairs(dict(data=address, instructions="paper"), record.data) == {""}
+@pytest.mark.parametrize("given, asked", [("none", ""), ("paper", ""), ("Find it", "Find it")])
+def test_a_model_says_what_the_queries_of_a_stream_were_asked_with(address, tmp_path, given, asked):
+    record = Record(check_inputs(recipe(Stage1, tmp_path/"run", data=address, instructions=given)))
+    assert list(record.instructions.values()) == [[asked]]

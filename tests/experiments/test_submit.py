@@ -29,19 +29,23 @@ def wait_for(test, process, seconds=120):
 @pytest.mark.parametrize("parameters, slurm, message", [
     (dict(stepz=1), {}, "did you mean steps"),
     (dict(alpha=2), {}, r"alpha must lie in \[0, 1\]"),
+    (dict(data="nowhere.csv"), {}, "nowhere.csv"),
+    (dict(data=""), {}, "stage1 has no data"),
+    (dict(model="tyni"), {}, "did you mean tiny"),
     ({}, dict(time="1:30:00"), "give the minutes"),
     ({}, dict(partitoin="gpu"), "partitoin"),
 ])
 def test_mistakes_are_found_before_the_queue(tmp_path, parameters, slurm, message):
-    with pytest.raises(ValueError, match=message):
-        submit.submit_stage("stage1", dict(parameters, out=str(tmp_path/"run")), slurm, dry_run=not parameters)
+    given = dict(data=toy_pairs(), out=str(tmp_path/"run")) | parameters
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        submit.submit_stage("stage1", given, slurm, dry_run=not parameters)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="submit from a machine of the cluster, or see the job with --dry-run"):
-        submit.submit_stage("stage1", dict(out=str(tmp_path/"run")))
+        submit.submit_stage("stage1", dict(data=toy_pairs(), out=str(tmp_path/"run")))
 
 
 def test_a_dry_run_shows_the_job_and_no_secret(tmp_path, monkeypatch):
@@ -55,7 +59,7 @@ def test_a_dry_run_shows_the_job_and_no_secret(tmp_path, monkeypatch):
 def test_a_secret_is_not_written_into_a_job(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted-0123456789")
     with pytest.raises(ValueError, match="model holds a token or password; put that into an environment variable"):
-        submit.submit_stage("stage1", dict(out=str(tmp_path/"run"), model="planted-0123456789"))
+        submit.submit_stage("stage1", dict(data=toy_pairs(), out=str(tmp_path/"run"), model="planted-0123456789"))
     assert not (tmp_path/"run/jobs").exists()
 
 

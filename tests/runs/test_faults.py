@@ -226,7 +226,7 @@ def test_a_run_whose_anchors_carry_enough_has_ended(tmp_path, monkeypatch):
     "Whatever happens in its last step: no checkpoint invites the next start to go on."
     enough = Carried(own=1.0, other=2.0, none=3.0, gap=1.0, margin=0.1, identified=1.0)
     measured = dict(q2d=enough, d2q=enough), torch.ones(2, 4, 3)
-    monkeypatch.setattr(callbacks, "carried", lambda run, anchor, pairs, identify: measured)
+    monkeypatch.setattr(callbacks, "carried", lambda run, anchor, pairs: measured)
     settings = recipe(Stage1, tmp_path/"run", steps=10, save_steps=2, carry_pairs=4, carry_steps=4, until_carried=0.5)
     with monkeypatch.context() as patch, at_step(4, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)):
         patch.setattr(trainer, "write_model", fail)

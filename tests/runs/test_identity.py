@@ -188,7 +188,7 @@ def test_a_ledger_shows_what_was_asked_for_last(tmp_path):
     a, b = node("evaluate-a", 0.4), node("evaluate-b", 0.6)
     shown = lambda: ledger.frame(root/"ledger.jsonl").value.item()
     for each, value in ((a, 0.4), (b, 0.6), (a, 0.4), (a, 0.4)):
-        sweeps.gather(arm, each, root)
+        sweeps.gather(arm, [each], root)
         assert shown() == value
     assert len(ledger.read_rows(root/"ledger.jsonl")) == 3, "nothing is written when nothing is hidden"
 

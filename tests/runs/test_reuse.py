@@ -125,7 +125,8 @@ def test_mining_stores_vectors_by_all_that_decides_them(tmp_path, monkeypatch):
     monkeypatch.setattr(mining, "Encoded", lambda out, unit: out if out in made or str(out) in made
                         else (_ for _ in ()).throw(FileNotFoundError(out)))
     def folder(texts="a", instruction="", role="document", precision="fp32", **said):
-        monkeypatch.setattr("anchor_nb.inference.corpus_encoding.usable_gpus", lambda: precision == "bf16")
+        for name in ("usable_gpus", "has_bf16"):
+            monkeypatch.setattr(f"anchor_nb.inference.corpus_encoding.{name}", lambda: precision == "bf16")
         (tmp_path/"texts.jsonl").write_text(texts)
         recipe = Mine(data="-", out=str(tmp_path/"out"), **dict(model="tiny") | said)
         return str(mining.vectors_of(tmp_path/"texts.jsonl", recipe, planned(recipe.model, recipe.pooling,

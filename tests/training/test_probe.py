@@ -71,6 +71,11 @@ def test_a_long_run_is_told_how_to_be_short(tmp_path, monkeypatch, capsys):
     from anchor_nb.cli.main import app
     shown = CliRunner().invoke(app, [*command.split()[1:], "--dry-run"])
     assert shown.exit_code == 0 and "steps: 225" in shown.stdout, shown.output
+    undecided = recipe(Stage1, tmp_path/"run", steps=0, objectives=dict(anchor=1, ebae=1), anchor_after=500)
+    decided = replace(undecided, steps=1000, global_batch=64)
+    told = probe.shorter_commands(undecided, decided, long)
+    assert "anchor_after=112" in next(line for line in told if "steps=225" in line)
+    assert "steps=1000" in next(line for line in told if "global_batch=14" in line) # the preset would take more
 
 
 def test_a_dry_run_ends_with_the_forecast(tmp_path):
