@@ -3,9 +3,9 @@
     python nbs/paper/yardsticks.py village
     python nbs/paper/yardsticks.py gpu tuned  # MiniLM on as many of the same pairs as stage II reads, seven seeds
 
-The first is scored by `anchor-nb evaluate`. The second is sentence-transformers' trainer, one pass over 200 batches of
-64 pairs; its rate, and how much of the tuned weights is taken, come from the pairs on which stage II is tuned too. What
-is there is not made again. Rows are appended to nbs/results/carry/again-yardsticks.jsonl.
+The first is scored by `anchor-nb evaluate`. The second is sentence-transformers' trainer, one pass over as many batches
+of 64 pairs as stage II has steps; its rate (after at most 200 batches), and how much of the tuned weights is taken, come
+from the pairs on which stage II is tuned too. What is there is not made again. Rows are appended to nbs/results/carry/again-yardsticks.jsonl.
 """
 import json
 import random
@@ -49,17 +49,17 @@ def tuned(rung, seeds=again.SEEDS):
     dev = Retrieval("dev", "", {f"d{place}": text for place, text in enumerate(answers)},
                     {f"q{place}": text for place, (text, _) in enumerate(queries)},
                     {f"q{place}": {f"d{right}": 1} for place, (_, right) in enumerate(queries)})
-    def tune(seed, rate):
+    def tune(seed, rate, steps):
         out = again.ROOT/f"yardsticks/{rung}-{seed}-{rate:g}"
         if out.is_dir(): return out, json.loads((out/"training.json").read_text(encoding="utf-8"))
-        some = random.Random(seed).sample(rows, second["steps"]*second["global_batch"])
+        some = random.Random(seed).sample(rows, steps*second["global_batch"])
         return out, tune_encoder("minilm", some, dev, str(out), epochs=1, rate=rate, batch=second["global_batch"],
                                  max_length=second["max_length"], seed=seed)
     known = {row["seed"]: row["rate"] for row in again.rows_of(again.KEPT/"again-yardsticks.jsonl")
              if row.get("rung") == rung}
-    rate = next(iter(known.values()), 0) or max(RATES, key=lambda rate: tune(0, rate)[1]["dev"])
+    rate = next(iter(known.values()), 0) or max(RATES, key=lambda rate: tune(0, rate, min(200, second["steps"]))[1]["dev"])
     for seed in [seed for seed in seeds if seed not in known]:
-        out, facts = tune(seed, rate)
+        out, facts = tune(seed, rate, second["steps"])
         each = again.ndcg(SentenceTransformer(str(out)), asked, documents)
         again.keep("again-yardsticks.jsonl", dict(
             data=plan["data"], model="minilm, tuned", rung=rung, seed=seed, rate=rate, pairs=facts["pairs"],
