@@ -3,9 +3,10 @@
     python nbs/paper/yardsticks.py village
     python nbs/paper/yardsticks.py gpu tuned  # MiniLM on as many of the same pairs as stage II reads, seven seeds
 
-The first is scored by `anchor-nb evaluate`. The second is sentence-transformers' trainer, one pass over as many batches
-of 64 pairs as stage II has steps; its rate (after at most 200 batches), and how much of the tuned weights is taken, come
-from the pairs on which stage II is tuned too. What is there is not made again. Rows are appended to nbs/results/carry/again-yardsticks.jsonl.
+The first is scored by `anchor-nb evaluate`. The second is sentence-transformers' trainer, one pass over as many
+batches of 64 pairs as stage II has steps; its rate (after at most 200 batches), and how much of the tuned weights is
+taken, come from the pairs on which stage II is tuned too. What is there is not made again. Rows are appended to
+nbs/results/carry/again-yardsticks.jsonl.
 """
 import json
 import random
@@ -57,7 +58,8 @@ def tuned(rung, seeds=again.SEEDS):
                                  max_length=second["max_length"], seed=seed)
     known = {row["seed"]: row["rate"] for row in again.rows_of(again.KEPT/"again-yardsticks.jsonl")
              if row.get("rung") == rung}
-    rate = next(iter(known.values()), 0) or max(RATES, key=lambda rate: tune(0, rate, min(200, second["steps"]))[1]["dev"])
+    few = min(200, second["steps"])
+    rate = next(iter(known.values()), 0) or max(RATES, key=lambda rate: tune(0, rate, few)[1]["dev"])
     for seed in [seed for seed in seeds if seed not in known]:
         out, facts = tune(seed, rate, second["steps"])
         each = again.ndcg(SentenceTransformer(str(out)), asked, documents)
