@@ -71,6 +71,14 @@ def training_instructions(source: str, # corpora, or what `load_instructions` ta
     if source != "corpora": return load_instructions(source)
     return {name: [corpus.instruction] for name, corpus in CORPORA.items()}
 
+# %% ../../nbs/data/08_corpora.ipynb #a5ced128
+def asked_in_training(facts: dict) -> dict: # of a checkpoint; -> dataset: instructions, "" for none
+    "What a model's queries were asked with; empty where that is not known."
+    if "instructions" in facts: return facts["instructions"]
+    try: table = training_instructions(facts.get("recipe", {}).get("instructions", "none")) or {}
+    except ValueError: return {} # a file that is gone
+    return {name: table.get(name) or [""] for name in facts.get("data", {})} # a model from before 28 November 2026
+
 # %% ../../nbs/data/08_corpora.ipynb #4294560a
 def normalise(text: str) -> str:
     "The words of a text in lower case, one space between them."

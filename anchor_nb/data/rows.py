@@ -536,6 +536,7 @@ def examples(table,             # datasets.Dataset of the batch's dataset
     choose = lambda row, number: "" if instructions is None else row["instruction"] or usual[number % len(usual)]
     chosen = [example_of(row, batch.epoch, negatives, choose(row, number))
               for number, row in zip(batch.rows.tolist(), table.__getitems__(batch.rows.tolist()))]
+    if instructions is None: chosen = [example._replace(document_instruction="") for example in chosen]
     return chosen if ranks == 1 else [chosen[n] for n in deal([characters(e) for e in chosen], rank, ranks)]
 
 # %% ../../nbs/data/02_rows.ipynb #629608d9

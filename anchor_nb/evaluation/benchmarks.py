@@ -260,7 +260,8 @@ def look_up_instruction(task, table: dict): # name, pattern or type -> instructi
     "The instruction of a task in a table, or None."
     name = task.metadata.name
     if name in table: return table[name]
-    return next((text for pattern, text in table.items() if fnmatchcase(name, pattern)), table.get(task.metadata.type))
+    near = [text for pattern, text in table.items() if pattern != "*" and fnmatchcase(name, pattern)]
+    return near[0] if near else table.get(task.metadata.type, table.get("*"))
 
 def table13() -> dict: # name, pattern or type -> instruction
     "The paper's table 13."
@@ -310,7 +311,9 @@ def instructions_id(source: str) -> str: # paper, mteb, none or a YAML file
     "What identifies a source of instructions: its name, with the version of mteb, or a hash of a file's entries."
     if source in ("paper", "mteb"): return f"{source}, mteb {version('mteb')}" # mteb's prompts fill the gaps
     if source == "none": return source
-    return "file-" + hashlib.sha256(json.dumps(list(read_instructions(source).items())).encode()).hexdigest()[:16]
+    entries = list(read_instructions(source).items())
+    entries += ["* last"]*(len(entries) > 1 and "*" in dict(entries)) # it was before types until 28 November 2026
+    return "file-" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #772e7047
 @contextmanager

@@ -244,7 +244,7 @@ class Side:
         known = dict.fromkeys(row["label"] for row in rows)
         if self.label not in known:
             raise ValueError(f"{path} has no scores of {self.label!r}; it has {', '.join(known) or 'nothing'}")
-        return [row for row in rows if row["label"] == self.label]
+        return [row | dict(place=place) for place, row in enumerate(rows) if row["label"] == self.label]
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #9c7adf68
@@ -265,11 +265,20 @@ def of_common_seeds(rows: list) -> list: # comparable, of the sides 0 and 1; `fe
         elif row["training_seed"] in common: kept.append(row | dict(fewer=not a.keys() == b.keys()))
     return kept
 
+def of_common_settings(rows: list) -> list: # of the sides 0 and 1; in the order of their ledgers
+    "The rows of tasks that both sides were asked in the same way, whichever of them is named first."
+    rows = sorted(rows, key=lambda row: (row["ledger"], row["place"]))
+    words = any(row.get("library") == "bm25" for row in rows) # which has no length and no instructions
+    how = lambda row: (row["task"], row.get("data"), *(() if words else (row.get("max_length") or 0,
+                                                                        row.get("instructions") or "none")))
+    both = set.intersection(*({how(row) for row in rows if row["label"] == side} for side in (0, 1)))
+    return [row for row in rows if how(row) in both]
+
 def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> (rows, items, hits, tasks left out)
     "The comparable rows of two sides, under the labels 0 and 1, and what lies behind them."
-    rows = [row | dict(label=place, known_as=row["label"]) for place, side in enumerate(sides) for row in side.rows()
-            if not tasks or row["task"] in tasks]
-    both, items, hits = of_common_seeds(latest(rows)), {}, {}
+    rows = [row | dict(label=number, known_as=row["label"], ledger=str(side.folder))
+            for number, side in enumerate(sides) for row in side.rows() if not tasks or row["task"] in tasks]
+    both, items, hits = of_common_seeds(latest(of_common_settings(rows))), {}, {}
     for row in both:
         kept = evaluation_behind(row | dict(label=row["known_as"]), Path(sides[row["label"]].folder)/"per_query")
         if not kept: continue

@@ -14,7 +14,7 @@ from ..core.recipe import RECIPES
 from ..core.settings import coerce, default
 from ..core.presets import preset
 from .report import report_html
-from .stages import check_tasks, checked, finished, run_stage, stage_notebook
+from .stages import check_ahead, checked, declared, finished, run_stage, stage_notebook
 from ..runs.manifest import now
 from ..runs.provenance import peak_memory
 from ..runs.ledger import read_json, write_json
@@ -96,7 +96,9 @@ def run_pipeline(name: str,              # a preset
     steps, took, record = plan(name, out, overrides), {}, Path(out)/"pipeline.json"
     before = read_json(record) if record.is_file() else {}
     if before.get("preset") != name: before = dict(started=now(), seconds={}, peak_memory_bytes=0)
-    for step in steps: check_tasks(step.stage, checked(stage_notebook(step.stage), step.parameters), Path(out))
+    for step in steps:
+        values = checked(notebook := stage_notebook(step.stage), step.parameters)
+        check_ahead(step.stage, {name: value for name, (_, value) in declared(notebook).items()} | values, Path(out))
     for number, step in enumerate(steps, 1):
         print(f"\n== {number}/{len(steps)} {step.name}", flush=True)
         begin, there = time.monotonic(), finished(Path(step.parameters["out"]), step.stage)

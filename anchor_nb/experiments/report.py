@@ -115,7 +115,7 @@ def run_facts(manifest: dict, # of one run; may lack anything
               "of them trained": f"{manifest.get('trainable', 0):,}" if parameters else None}
     facts |= {name.replace("_", " "): recipe.get(name) for name in ("steps", "global_batch", "learning_rate",
                                                                     "max_length", "precision", "seed")}
-    seconds = manifest.get("wall_seconds")
+    seconds = max(manifest.get("wall_seconds") or 0, sum(row["seconds"] for row in speed)) # of earlier starts too
     facts |= {"machine": ", ".join(machine.get("gpus") or []) or f"{machine.get('cpus', '?')} CPU cores",
               "processes": manifest.get("world_size"), "wall time": in_time(seconds) if seconds else "–",
               "peak memory": gigabytes(peak)}

@@ -6,7 +6,9 @@
 __all__ = ['submit_stage']
 
 # %% ../../nbs/experiments/02_slurm.ipynb #d1e61903
+import hashlib
 import inspect
+import json
 import os
 import shlex
 import shutil
@@ -177,5 +179,6 @@ def submit_stage(stage: str,          # a stage
     folder = placed(stage_notebook(stage), values)/"jobs"
     if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"
     check_before(stage_notebook(stage), values)
-    job = write_job(folder, stage, stage, values)
-    return executor(folder, options).submit(StageJob(job))
+    queue = executor(folder, options) # refuses before anything is written
+    name = f"{stage}-{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]}"
+    return queue.submit(StageJob(write_job(folder, name, stage, values))) # each queued job keeps its own file

@@ -288,6 +288,14 @@ def check_before(notebook: Path, values: dict): # values: its parameters, checke
     for check in (check_places, check_models, check_tasks, check_corpora): check(stage, whole)
     check_out(stage, whole, placed(notebook, values))
 
+def check_ahead(stage: str, values: dict, made: Path): # values: all parameters; made: where other stages will write
+    "As `check_before`, except for what those stages are yet to make."
+    later = lambda value: isinstance(value, str) and made in Path(value).parents
+    there = {name: ("hf:-" if name == "data" else "") if later(value) and name != "out" else value
+             for name, value in values.items()} # what is on a hub is not looked at here
+    for check in (check_places, check_models, check_corpora): check(stage, there)
+    check_tasks(stage, values, made)
+
 def placed(notebook: Path, values: dict) -> Path: # values: its parameters, checked
     "Where a stage will run."
     return Path(values.get("out", declared(notebook).get("out", (str, ""))[1]) or f"runs/{notebook.stem}")

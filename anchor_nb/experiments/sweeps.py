@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.errors import Stopped
-from ..runs.identity import hashed_out, input_hashes
+from ..runs.identity import hashed_out, input_hashes, settings_of
 from ..runs.launch import environment
 from ..runs.ledger import append_rows, read_json, read_rows, to_restate, write_json
 from .pipeline import full_preset
@@ -31,7 +31,7 @@ from ..core.settings import check_names
 from ..core.presets import methods, preset_folder, presets
 from .torchrun import TRAINING
 from ..runs.checkpoints import locked
-from .stages import check_tasks, finished
+from .stages import check_ahead, finished
 from .slurm import (StageJob, ask_to_stop, batch_file, executor, outcome_of, slurm_options,
                                          start_job, stop_job, write_job)
 
@@ -337,10 +337,14 @@ class Screen:
 def experiment_of(nodes: list, root: Path) -> str: # nodes: of an arm
     "What the runs of an arm have in common, whatever their seed; a mean is over the seeds of one such hash."
     inside = lambda value: isinstance(value, str) and value.startswith(f"{root}/")
-    common = [{name: value.removeprefix(f"{root}/") if inside(value) else value
-               for name, value in node.parameters.items()
-               if name not in ("seed", "out") and not (name == "model" and inside(value))}
-              for node in nodes if node.stage in TRAINING]
+    def decided(node): # the settings that decide, and once it has run the data and the code
+        settings = settings_of(RECIPES[node.stage](**node.parameters))
+        path = Path(node.parameters["out"])/"run.json"
+        manifest = read_json(path) if path.is_file() else {}
+        return [{name: value.removeprefix(f"{root}/") if inside(value) else value for name, value in settings.items()
+                 if name != "seed" and not (name == "model" and inside(value))},
+                [facts.get("sha256") for facts in manifest.get("data", {}).values()], manifest.get("engine")]
+    common = [decided(node) for node in nodes if node.stage in TRAINING]
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
 def gather(arm: Arm, nodes: list, root: Path) -> str: # nodes: of the arm; -> the last one's name
@@ -421,7 +425,7 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
         raise ValueError(f"at_once={at_once}: nothing would run; give 1 or more")
     nodes, arms = plan_sweep(read_sweep(name), root)
     if slurm is not None: check_slurm(slurm, nodes, root/"jobs")
-    for node in nodes.values(): check_tasks(node.stage, node.parameters, root)
+    for node in nodes.values(): check_ahead(node.stage, node.parameters, root)
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:

@@ -18,6 +18,7 @@ from .. import __version__
 from ..core.files import damage, draft_of, keep_apart, new_folder, seal, write_text
 from ..data.tables import check_columns
 from ..core.redaction import without_secrets
+from ..data.corpora import asked_in_training
 from ..data.prompts import stored_facts
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, unboxed, whole_number
@@ -476,7 +477,7 @@ def bm25_weight(model: str) -> float: # model: as for `search_corpus`
 def trained_instruction(model: str) -> str: # empty: none, several, not known, or a checkpoint with prompts
     "The one instruction that all queries had in training, as an export has it for its queries."
     facts = stored_facts(small_files(find_model(model)))
-    texts = {text for texts in facts.get("instructions", {}).values() for text in texts}
+    texts = {text for texts in asked_in_training(facts).values() for text in texts}
     return texts.pop() if len(texts) == 1 and not facts.get("prompts") else ""
 
 def asked_with(instruction: str, usual: str) -> str:

@@ -141,6 +141,7 @@ class AnchorEmbedder(Pretrained):
         self.device, self.dimension = next(lm.parameters()).device, lm.config.hidden_size
         if whole_number("micro_tokens", micro_tokens) < 0:
             raise ValueError(f"micro_tokens={micro_tokens}; give the tokens of one packed batch, or 0")
+        self.asked_tokens = micro_tokens # 0: what the device takes, also after a move
         self.micro_tokens = micro_tokens or (16384 if self.device.type == "cuda" else 1024)
 
     def __repr__(self):
@@ -183,12 +184,14 @@ AnchorEmbedder._of_tokens = encode_packed
 def to_device(embedder: AnchorEmbedder, device: str) -> AnchorEmbedder:
     "A copy of the embedder on a device, with its own tokenizer."
     place = usable_device(device)
+    if place.type != "cpu" and any(name.endswith("weight0") for name, _ in embedder.lm.named_buffers()):
+        raise ValueError("precision=int8 runs on a CPU here; to compute on a GPU, load the model without it")
     formatter = Formatter(copy.deepcopy(embedder.formatter.tokenizer), embedder.formatter.layout)
     lm = copy.deepcopy(embedder.lm).to(place)
     if place.type != "cuda": lm.set_attn_implementation("packed_sdpa")
-    moved = AnchorEmbedder(lm, formatter, embedder.pooling, embedder.micro_tokens, embedder.prompts,
+    moved = AnchorEmbedder(lm, formatter, embedder.pooling, embedder.asked_tokens, embedder.prompts,
                            embedder.normalize, embedder.sources)
-    moved.name = embedder.name
+    moved.name, moved.read_from = embedder.name, embedder.read_from # its weights are those that were read then
     return moved
 
 # %% ../../nbs/models/10_embedder.ipynb #3e8ff3bd

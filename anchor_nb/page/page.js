@@ -211,6 +211,7 @@ addEventListener("keydown", event => {
 try {
   about = await ask("api/about");
   at("about").textContent = `${about.corpus} · ${plural(about.documents, "text")}`;
+  if (about.models.some(model => model.bm25)) at("key").textContent = "Numbers are cosine similarities, or scores together with BM25; bars run from the median text to the best one.";
   at("instruction").value = about.instruction;
   at("instruction").parentNode.hidden = !about.models.some(model => model.takes_instruction);
   at("k").append(...[...new Set([about.k, 5, 10, 20, 50, 100])].sort((a, b) => a - b).filter(n => n <= about.limits.hits).map(n => new Option(n, n, n === about.k, n === about.k)));

@@ -327,7 +327,7 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Pat
     if "why" in size: return size
     steps, trials = size["steps"], {}
     for seed in range(recipe.seed, recipe.seed + size["seeds"]):
-        decides = [base, model_content(base), rows, steps, seed]
+        decides = [engine_of("stage2"), base, model_content(base), rows, steps, seed]
         name = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         trials[seed] = train_decoder(base, rows, steps, runs/f"{Path(base).name}-{name}", seed)
     precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0]

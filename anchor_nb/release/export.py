@@ -14,6 +14,7 @@ import torch
 from .. import __version__
 from ..core.files import keep_apart, new_folder, saving, write_text
 from ..core.progress import without_bars
+from ..data.corpora import asked_in_training
 from ..data.prompts import (Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout,
                                     stored_facts)
 from ..inference.search import SEARCH
@@ -41,7 +42,7 @@ def check_expressible(embedder: AnchorEmbedder, model: str):
 # %% ../../nbs/release/00_export.ipynb #547eb986
 def trained_instructions(facts: dict) -> dict: # facts: of a checkpoint; -> name: instruction
     "The instructions that a model was trained with; a data set with several gets numbered names."
-    used = {name: filter(None, texts) for name, texts in facts.get("instructions", {}).items()}
+    used = {name: filter(None, texts) for name, texts in asked_in_training(facts).items()}
     return {name + (f"_{n}" if n > 1 else ""): text for name, texts in used.items() for n, text in enumerate(texts, 1)}
 
 def query_instruction(instructions: dict, query: str = "") -> str: # query: an instruction or its name; empty: choose

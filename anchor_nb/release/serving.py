@@ -296,7 +296,7 @@ def app(rankers: list,            # of `Ranker`, one or two, over the same corpu
     answer_errors(api)
     documents, judged = len(rankers[0].index.ids), dict(corpus.judged)
     models = [dict(name=ranker.name, about=ranker.description, writes=ranker.writes,
-                   takes_instruction=ranker.takes_instruction) for ranker in rankers]
+                   takes_instruction=ranker.takes_instruction, bm25=ranker.bm25) for ranker in rankers]
     description = dict(corpus=corpus.name, documents=documents, models=models, instruction=corpus.instruction,
                  examples=corpus.examples, k=min(k, limits.hits), limits=asdict(limits))
 
@@ -374,15 +374,17 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
                 ) -> list:       # of `Ranker`
     "Load the models, and encode the corpus with each."
     from anchor_nb.inference.decoding import rules_of
-    from anchor_nb.inference.search import bm25_weight, check_weight, open_index, trained_instruction
+    from anchor_nb.inference.search import bm25_weight, check_keep, check_weight, open_index, trained_instruction
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.resolve import find_model
     check_weight(bm25 or 0.0, 1)
+    names, folders = short_names(models), [find_model(model) for model in models]
+    places = [keep and check_keep(str(Path(keep)/name.replace("/", "-"))) for name in names]
+    weights = [bm25_weight(folder) if bm25 is None else bm25 for folder in folders]
+    embedders = [AnchorEmbedder.from_pretrained(folder, **how) for folder in folders] # before a corpus is encoded
     rankers = []
-    for name, folder in zip(short_names(models), [find_model(model) for model in models]):
-        index = open_index(AnchorEmbedder.from_pretrained(folder, **how), corpus.path,
-                           keep and str(Path(keep)/name.replace("/", "-")), show_progress_bar=True, columns=columns)
-        weight = bm25_weight(folder) if bm25 is None else bm25
+    for name, folder, place, weight, embedder in zip(names, folders, places, weights, embedders):
+        index = open_index(embedder, corpus.path, place, show_progress_bar=True, columns=columns)
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,
                               trained_instruction(folder)))
     return rankers

@@ -120,7 +120,7 @@ LEFTOVERS = ("metrics.jsonl", "model", "snapshots", "checkpoint-*") # what only 
 def is_untrained(out: Path, manifest: dict) -> bool:
     "Whether a training run failed before its first step, so that it may start over with other settings."
     left = any(any(Path(out).glob(pattern)) for pattern in LEFTOVERS)
-    return manifest["stage"] in ("stage1", "stage2") and manifest["status"] == "failed" and not left
+    return manifest.get("stage") in ("stage1", "stage2") and manifest.get("status") == "failed" and not left
 
 def start_run(out: Path,          # the run folder
               recipe,             # the stage's settings
@@ -137,6 +137,7 @@ def start_run(out: Path,          # the run folder
         return "new"
     manifest = read_manifest(out)
     if (differing := differences(manifest, recipe, data)) and is_untrained(out, manifest):
+        (out/"micro_tokens.json").unlink(missing_ok=True) # `fault_tolerance.BUDGET`, of other settings
         write_json(out/"run.json", new_manifest(recipe, data))
         return "new"
     if differing:

@@ -17,6 +17,7 @@ from ..data.rows import Batch, examples
 from ..runs.checkpoints import checkpoints
 from ..runs.launch import usable_gpus
 from ..runs.ledger import read_json
+from ..runs.manifest import is_untrained
 
 # %% ../../nbs/training/06_defaults.ipynb #7dec1043
 def sample(tables: dict, rows: int = 512) -> list: # of `rows.Batch`, one for each dataset that is met
@@ -56,6 +57,7 @@ def begun_with(recipe: Training) -> dict: # setting -> value; empty: there is no
     for path in [*places, out/"run.json"]:
         try: record = read_json(path)
         except (OSError, ValueError): continue # damaged, which is said when it is to be resumed from
+        if path.name == "run.json" and is_untrained(out, record): continue # nothing was trained with these
         if record.get("stage") == stage and "recipe" in record: return record["recipe"]
     return {}
 

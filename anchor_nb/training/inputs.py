@@ -103,6 +103,24 @@ def looked_through(tables: dict) -> dict: # name -> a table whose columns can be
     "Tables, and the first rows of streams."
     return {name: table.sample() if isinstance(table, Stream) else table for name, table in tables.items()}
 
+def values_in(rows, column: str) -> set: # rows: a table
+    "The different values of a column."
+    if isinstance(rows, RowTable): return set(rows[column])
+    return set(rows.select_columns([column]).with_format("arrow")[:][column].unique().to_pylist())
+
+def check_instructions(inputs): # `Inputs`
+    "ValueError for an instruction that leaves no room for text; a warning for a file that has none for a dataset."
+    table, bare = inputs.instructions or {}, []
+    for name, rows in looked_through({name: inputs.tables[name] for name in inputs.drawn}).items():
+        written = values_in(rows, "instruction") | values_in(rows, "document_instruction")
+        usual = table.get(name)
+        if inputs.instructions is None: continue
+        inputs.formatter(["text"], max((*(usual or ()), *written), key=len, default=""))
+        if usual is None and "" in values_in(rows, "instruction"): bare.append(name)
+    if bare and inputs.recipe.instructions not in ("paper", "corpora"):
+        warnings.warn(f"{inputs.recipe.instructions} has no line for {', '.join(bare)}, whose queries get no "
+                      'instruction; add one, or "*": ""')
+
 def check_rows(inputs): # `Inputs`
     "Refuse settings that these rows, or a model of this size, leave without effect."
     rules, tables = inputs.recipe, inputs.tables
@@ -114,8 +132,7 @@ def check_rows(inputs): # `Inputs`
         drawn = looked_through({name: tables[name] for name in inputs.drawn})
         check_contrast(rules, drawn, sorted(tables), inputs.instructions)
         sizes_of(inputs.config.hidden_size, rules.matryoshka_dims)
-    for name in tables: # an instruction that leaves no room for text
-        inputs.formatter(["text"], max((inputs.instructions or {}).get(name, [""]), key=len))
+    check_instructions(inputs)
 
 # %% ../../nbs/training/08_inputs.ipynb #810e710d
 def check_launch(recipe: Training):
@@ -204,8 +221,7 @@ def instructions_given(tables: dict, table: dict | None) -> dict: # table: datas
     "What the queries of each dataset are asked with, an empty text for none: the rows' own, else the dataset's."
     given = {}
     for name, rows in looked_through(tables).items():
-        written = set() if table is None else set(rows["instruction"]) if isinstance(rows, RowTable) else set(
-            rows.select_columns(["instruction"]).with_format("arrow")[:]["instruction"].unique().to_pylist())
+        written = set() if table is None else values_in(rows, "instruction")
         usual = ((table or {}).get(name) or [""]) if "" in written or not written else []
         given[name] = [*sorted(written - {""}), *(text for text in usual if text not in written or not text)][:MOST]
     return given

@@ -3,12 +3,13 @@ import json
 import os
 import warnings
 
+import numpy as np
 import pandas
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from anchor_nb.data.rows import KINDS, load_pairs, parse_row, parsed, plain_tables
-from anchor_nb.data.tables import Unusual, content_hash, features_of, find_sources
+from anchor_nb.data.rows import KINDS, Batch, examples, load_pairs, parse_row, parsed, plain_tables
+from anchor_nb.data.tables import RowTable, Unusual, content_hash, features_of, find_sources
 
 GOOD = '{"query": "a question", "positive": "an answer"}\n'
 
@@ -136,3 +137,10 @@ def test_negatives_under_two_names_are_all_read(tmp_path):
     (tmp_path/"a.jsonl").write_text(json.dumps(dict(query="a", positive="b", x="c", y=["d"])) + "\n")
     table = load_pairs(str(tmp_path/"a.jsonl"), tmp_path/"cache", dict(negative="x", negatives="y"))["a"]
     assert table["negatives"][:] == [["c", "d"]]
+
+
+def test_without_instructions_documents_have_none_either():
+    row = dict(query="q", positives=["p"], negatives=[], instruction="Find it", document_instruction="Represent it",
+               positive_scores=[], negative_scores=[])
+    given = [examples(RowTable([row]), Batch("toy", np.array([0]), 0), instructions)[0] for instructions in (None, {})]
+    assert [(one.instruction, one.document_instruction) for one in given] == [("", ""), ("Find it", "Represent it")]

@@ -246,7 +246,8 @@ def test_from_a_shell_until_it_is_interrupted():
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+  toy, 86 texts, tiny; Ctrl-C to stop\n",
                             line), line + process.stderr.read()
         about = httpx.get(line.split()[0] + "/api/about").json()
-        assert about["models"] == [dict(name="tiny", about="64 dimensions", writes=False, takes_instruction=True)]
+        assert about["models"] == [dict(name="tiny", about="64 dimensions", writes=False, takes_instruction=True,
+                                        bm25=0.0)]
         assert about["documents"] == 86
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0 and "Traceback" not in process.stderr.read()
