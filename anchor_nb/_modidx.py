@@ -3101,6 +3101,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'anchor_nb.release.adapt.passed_over': ( 'release/adapt.html#passed_over',
                                                                                   'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.prepared': ('release/adapt.html#prepared', 'anchor_nb/release/adapt.py'),
+                                         'anchor_nb.release.adapt.read_lines': ( 'release/adapt.html#read_lines',
+                                                                                 'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.read_step': ( 'release/adapt.html#read_step',
                                                                                 'anchor_nb/release/adapt.py'),
                                          'anchor_nb.release.adapt.same_documents': ( 'release/adapt.html#same_documents',

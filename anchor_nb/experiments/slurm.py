@@ -179,6 +179,7 @@ def submit_stage(stage: str,          # a stage
     folder = placed(stage_notebook(stage), values)/"jobs"
     if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"
     check_before(stage_notebook(stage), values)
-    queue = executor(folder, options) # refuses before anything is written
+    # a file of its own, which a later submission to the same out leaves alone
     name = f"{stage}-{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]}"
-    return queue.submit(StageJob(write_job(folder, name, stage, values))) # each queued job keeps its own file
+    job = write_job(folder, name, stage, values)
+    return executor(folder, options).submit(StageJob(job))

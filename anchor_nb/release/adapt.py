@@ -42,7 +42,7 @@ from .export import ADAPTED
 from .lineage import foundation, public
 from ..runs.identity import engine_of, files_content, model_content
 from ..runs.launch import launch
-from ..runs.ledger import read_json, read_rows, write_json
+from ..runs.ledger import read_json, write_json
 from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import MINI, SEARCHED, tune_encoder
 
@@ -101,6 +101,10 @@ def read_step(recipe: Adapt, part: Path) -> dict:
     return dict(documents=len(documents), passages=len(passages), repeated=len(repeats), skipped=len(skipped),
                 left_out=left_out(skipped),
                 not_english=round(not_english([passage.text for passage in passages[:2000]]), 3))
+
+def read_lines(path: Path) -> list:
+    "The rows of a JSONL file that a step wrote, lists too."
+    with open(path, encoding="utf-8") as lines: return [json.loads(line) for line in lines]
 
 # %% ../../nbs/release/09_adapt.ipynb #22df7e6d
 MINER, SURVEYED = "minilm", 5000 # the encoder that filters and mines; passages it looks at, and all that are asked
@@ -273,7 +277,7 @@ def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> di
         if start_run(recipe.out, inputs.recipe, inputs.data) != "done":
             finish_run(recipe.out, **launch(train, inputs.recipe, processes=1, run_dir=recipe.out))
     facts = read_manifest(recipe.out)
-    stepping = sum(row["seconds"] for row in read_rows(out/"run"/"speed.jsonl")) # in earlier processes too
+    stepping = sum(row["seconds"] for row in read_lines(out/"run"/"speed.jsonl")) # in earlier processes too
     return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), steps=facts["steps"],
                 seconds=round(max(stepping, time.perf_counter() - began[0]), 1),
                 cpu_seconds=round(time.process_time() - began[1], 1))
@@ -302,7 +306,7 @@ def step_seconds(base: str, rows: list) -> float:
     "Seconds of a step of stage II, from a few that are taken; the plan's estimate was off by two."
     with tempfile.TemporaryDirectory() as place:
         run = train_decoder(base, rows[:BATCH*TIMED], TIMED, Path(place), 0)["run"]
-        return fmean(row["seconds"] for row in read_rows(Path(run)/"speed.jsonl")[1:])
+        return fmean(row["seconds"] for row in read_lines(Path(run)/"speed.jsonl")[1:])
 
 # %% ../../nbs/release/09_adapt.ipynb #9d8a8acf
 def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # steps, seeds; or why
@@ -350,7 +354,7 @@ def curve_step(recipe: Adapt, rows: list, dev: Retrieval, tuned: dict) -> dict: 
 # %% ../../nbs/release/09_adapt.ipynb #aa8ef635
 def passages_in(steps: Steps) -> list:
     "The passages that `read` has cut."
-    return [Passage(**row) for row in read_rows(steps.folder("read")/"passages.jsonl")]
+    return [Passage(**row) for row in read_lines(steps.folder("read")/"passages.jsonl")]
 
 def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, test set and negatives."
@@ -360,13 +364,13 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     made = [(steps.folder("read")/f"{name}.jsonl").read_bytes() for name in ("passages", "repeats", "links")]
     steps.keys["read"] = hashlib.sha256(b"\n".join(made)).hexdigest() # files that were left out decide nothing
     passages = passages_in(steps)
-    repeats, links = (read_rows(steps.folder("read")/name) for name in ("repeats.jsonl", "links.jsonl"))
+    repeats, links = (read_lines(steps.folder("read")/name) for name in ("repeats.jsonl", "links.jsonl"))
     making = {} if recipe.pairs else dict(questions=recipe.questions, generator=recipe.generator, seed=recipe.seed,
                                           train_pairs=recipe.train_pairs,
                                           weights=model_content(recipe.generator) or False)
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
-    rows, sentences = (read_rows(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
+    rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
     sizes = {name: getattr(recipe, name) for name in ("test_queries", "dev_queries", "test_documents", "train_pairs",
                                                       "seed")}
     split = steps.run("split", lambda part: split_step(recipe, part, passages, rows, sentences, repeats), ("pairs",),
@@ -682,7 +686,7 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     out, steps = Path(recipe.out), Steps(recipe.out)
     facts = prepared(recipe, steps)
     rows = with_negatives([row for table in load_pairs(str(steps.folder("mine")/"pairs")).values() for row in table],
-                          [row["text"] for row in read_rows(steps.folder("split")/"pool.jsonl")], recipe.seed)
+                          [row["text"] for row in read_lines(steps.folder("split")/"pool.jsonl")], recipe.seed)
     test, dev = (read_retrieval(steps.folder("split")/name) for name in ("test", "dev"))
     documents = read_json(steps.folder("split")/"documents.json") # query -> what it is about
     known = {} # vectors, so that the development split and the test set embed their common passages once

@@ -42,7 +42,11 @@ def check_expressible(embedder: AnchorEmbedder, model: str):
 # %% ../../nbs/release/00_export.ipynb #547eb986
 def trained_instructions(facts: dict) -> dict: # facts: of a checkpoint; -> name: instruction
     "The instructions that a model was trained with; a data set with several gets numbered names."
-    used = {name: filter(None, texts) for name, texts in asked_in_training(facts).items()}
+    asked = asked_in_training(facts)
+    if facts.get("data") and not asked:
+        raise ValueError(f"the instructions used in training were in {facts['recipe']['instructions']}, which no longer "
+                         "exists; pass prompts as name: instruction, or an empty dict for none")
+    used = {name: filter(None, texts) for name, texts in asked.items()}
     return {name + (f"_{n}" if n > 1 else ""): text for name, texts in used.items() for n, text in enumerate(texts, 1)}
 
 def query_instruction(instructions: dict, query: str = "") -> str: # query: an instruction or its name; empty: choose

@@ -30,6 +30,8 @@ CLAIMS = [Claim("H1", "anchor", "baseline"), Claim("H2", "same", "baseline"), Cl
           Claim("H4", "untrained", "baseline")]
 
 
+RUNS = [f"stage2-{seed}" for seed in (42, 43, 44)]
+
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     root, generator = tmp_path_factory.mktemp("sweep"), np.random.default_rng(0)
@@ -40,29 +42,31 @@ def sweep(tmp_path_factory):
         values = {f"q{k}": float(value) for k, value in enumerate(noisy)}
         row = dict(label=label, training_seed=seed, step=21, task=task, type="Retrieval", metric="ndcg_at_10",
                    main=True, value=fmean(values.values()), data="d", model=f"{label}{seed}", seed=0, queries=100,
-                   documents=300, manifest=f"{root}/stage2-1/run.json", max_length=40,
+                   documents=300, manifest=f"{root}/stage2-{seed or 42}/run.json", max_length=40,
                    instructions="none", benchmark="")
         append_rows(root/"ledger.jsonl", [row])
         save_evaluation(Evaluation(task, "Retrieval", "ndcg_at_10", dict(ndcg_at_10=row["value"]), "d", 100, 300, 1.0,
                                    dict(statistic="mean", values=values)), root/"per_query"/evaluation_file(row))
-    write_json(root/"stage2-1"/"run.json", dict(stage="stage2", recipe=dict(out=f"{root}/stage2-1"),
-                                                failures=[dict(reason="Stopped", traceback="/usr/lib/somewhere")]))
-    (root/"stage2-1"/"model").mkdir()
+    for name in RUNS:
+        write_json(root/name/"run.json", dict(stage="stage2", recipe=dict(out=f"{root}/{name}"),
+                                              failures=[dict(reason="Stopped", traceback="/usr/lib/somewhere")]))
+        (root/name/"model").mkdir()
     return root
 
 
 @pytest.fixture(scope="module")
 def kept(sweep, tmp_path_factory):
     into = tmp_path_factory.mktemp("kept")
-    assert keep_results(sweep, into) == ["stage2-1"]
+    assert keep_results(sweep, into) == RUNS
     return into
 
 
 def test_what_is_kept_names_no_place_and_holds_no_weights(sweep, kept, tmp_path):
     files = [path for path in kept.rglob("*") if path.is_file()]
-    assert {str(path.relative_to(kept)) for path in files} == {"ledger.jsonl", "queries.jsonl", "stage2-1/run.json"}
+    assert {str(path.relative_to(kept)) for path in files} == {
+        "ledger.jsonl", "queries.jsonl", *(f"{name}/run.json" for name in RUNS)}
     assert not any(str(sweep) in path.read_text() for path in files)
-    assert read_json(kept/"stage2-1/run.json") == dict(stage="stage2", recipe=dict(out="runs/stage2-1"),
+    assert read_json(kept/"stage2-42/run.json") == dict(stage="stage2", recipe=dict(out="runs/stage2-42"),
                                                        failures=[dict(reason="Stopped")])
     with pytest.raises(FileNotFoundError, match="ledger.jsonl does not exist"): keep_results(tmp_path, kept)
 

@@ -161,13 +161,22 @@ def test_scores_are_gathered_in_one_ledger_and_a_failed_arm_is_reported(tmp_path
     root = tmp_path/"root"
     base = SMALL | {"evaluate.tasks": [str(build_corpus("toy")/"eval")]}
     result, said = finish(start(write(tmp_path/"s.yaml", preset="smoke", base=base,
-                                      arms={"broken": {"stages": ["stage2"], "stage2.model": str(tmp_path/"no-model")},
+                                      arms={"broken": {"stages": ["stage2"], "stage2.few_shot": 2},
                                             "untrained": {"stages": []}}), root))
     (name, reason), = result["failed"].items()
-    assert name.startswith("stage2") and "no-model" in reason and (result["done"], result["skipped"]) == (1, 1), said
+    assert name.startswith("stage2") and "few_shot" in reason and (result["done"], result["skipped"]) == (1, 1), said
     ledger = ledgers.read_rows(result["ledger"])
     assert {row["label"] for row in ledger} == {"untrained", "bm25"} and {row["arm"] for row in ledger} == {"untrained"}
     assert {row["settings"]["stages"] == [] for row in ledger} == {True} and any((root/"per_query").iterdir())
+
+
+def test_what_is_not_there_is_said_before_anything_runs(tmp_path):
+    arms = {"late": {"stage2.model": str(tmp_path/"no-model")}, "first": {}}
+    for changes in arms["late"], {"stage2.data": "no-such.csv"}, {"evaluate.benchmark": "papr15", "evaluate.tasks": []}:
+        with pytest.raises((ValueError, FileNotFoundError), match="no-model|no-such.csv|papr15"):
+            sweeps.run_sweep(dict(preset="smoke", base={}, seeds=[], arms=arms | {"late": changes}, grid=[]),
+                             tmp_path/"root")
+    assert not (tmp_path/"root").exists()
 
 
 def test_ctrl_c_has_the_running_stage_write_a_checkpoint(tmp_path):

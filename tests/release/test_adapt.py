@@ -443,7 +443,7 @@ def test_rows_without_fields_and_text_that_utf8_cannot_hold(tmp_path):
     (tmp_path/"docs.jsonl").write_text("\n".join(rows))
     documents, _ = read_documents(str(tmp_path/"docs.jsonl"))
     assert [document.sections[0][1] for document in documents] == ["one two three four ?", "five six seven eight"]
-    refused(lambda: read_documents(str(tmp_path/"docs.jsonl"), dict(text=["a", "b"])), "one column each")
+    refused(lambda: read_documents(str(tmp_path/"docs.jsonl"), dict(text=["a", "b"])), "give the name of one column")
 
 
 def test_a_short_answer_goes_to_the_passage_that_its_query_asks_for():
