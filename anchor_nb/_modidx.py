@@ -3593,6 +3593,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'anchor_nb.runs.ledger': { 'anchor_nb.runs.ledger.append_rows': ('runs/ledger.html#append_rows', 'anchor_nb/runs/ledger.py'),
                                        'anchor_nb.runs.ledger.frame': ('runs/ledger.html#frame', 'anchor_nb/runs/ledger.py'),
                                        'anchor_nb.runs.ledger.latest': ('runs/ledger.html#latest', 'anchor_nb/runs/ledger.py'),
+                                       'anchor_nb.runs.ledger.of_last_models': ( 'runs/ledger.html#of_last_models',
+                                                                                 'anchor_nb/runs/ledger.py'),
                                        'anchor_nb.runs.ledger.read_json': ('runs/ledger.html#read_json', 'anchor_nb/runs/ledger.py'),
                                        'anchor_nb.runs.ledger.read_row': ('runs/ledger.html#read_row', 'anchor_nb/runs/ledger.py'),
                                        'anchor_nb.runs.ledger.read_rows': ('runs/ledger.html#read_rows', 'anchor_nb/runs/ledger.py'),

@@ -18,7 +18,7 @@ from .measure import Evaluation, load_evaluation
 from .scores import evaluation_file
 from .significance import Interval, interval_of, mean_of_tasks, over_seeds
 from .tables import by_seed, comparable, compared, completed, last_steps, mean_by_seed
-from ..runs.ledger import latest, read_rows
+from ..runs.ledger import latest, of_last_models, read_rows
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #8e88c10d
@@ -278,7 +278,7 @@ def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> 
     "The comparable rows of two sides, under the labels 0 and 1, and what lies behind them."
     rows = [row | dict(label=number, known_as=row["label"], ledger=str(side.folder))
             for number, side in enumerate(sides) for row in side.rows() if not tasks or row["task"] in tasks]
-    both, items, hits = of_common_seeds(latest(of_common_settings(rows))), {}, {}
+    both, items, hits = of_common_seeds(latest(of_common_settings(of_last_models(rows)))), {}, {}
     for row in both:
         kept = evaluation_behind(row | dict(label=row["known_as"]), Path(sides[row["label"]].folder)/"per_query")
         if not kept: continue

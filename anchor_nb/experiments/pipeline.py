@@ -96,9 +96,10 @@ def run_pipeline(name: str,              # a preset
     steps, took, record = plan(name, out, overrides), {}, Path(out)/"pipeline.json"
     before = read_json(record) if record.is_file() else {}
     if before.get("preset") != name: before = dict(started=now(), seconds={}, peak_memory_bytes=0)
+    made = [Path(out), *(Path(step.parameters["out"]) for step in steps)]
     for step in steps:
         values = checked(notebook := stage_notebook(step.stage), step.parameters)
-        check_ahead(step.stage, {name: value for name, (_, value) in declared(notebook).items()} | values, Path(out))
+        check_ahead(step.stage, {name: value for name, (_, value) in declared(notebook).items()} | values, made)
     for number, step in enumerate(steps, 1):
         print(f"\n== {number}/{len(steps)} {step.name}", flush=True)
         begin, there = time.monotonic(), finished(Path(step.parameters["out"]), step.stage)

@@ -178,7 +178,8 @@ def submit_stage(stage: str,          # a stage
     values = checked(stage_notebook(stage), parameters)
     folder = placed(stage_notebook(stage), values)/"jobs"
     if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"
-    check_before(stage_notebook(stage), values)
+    if "dependency" not in options | options.get("additional_parameters", {}): # another job is to make something
+        check_before(stage_notebook(stage), values)
     # a file of its own, which a later submission to the same out leaves alone
     name = f"{stage}-{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]}"
     job = write_job(folder, name, stage, values)

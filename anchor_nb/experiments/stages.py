@@ -265,14 +265,14 @@ def check_models(stage: str, values: dict):
                              "smollm2-135m")
         if model not in (*known, "bm25"): resolve_model(model)
 
-def check_tasks(stage: str, values: dict, made: Path | None = None): # made: where other stages will write tasks
+def check_tasks(stage: str, values: dict, made: list = ()): # made: folders where other stages will write
     "FileNotFoundError or ValueError for a task or benchmark that is not there; reads no texts."
     if stage != "evaluate": return
     from anchor_nb.evaluation.benchmarks import BENCHMARKS, benchmark_tasks, find_task
     from anchor_nb.evaluation.local_suite import LOCAL
     for task in values.get("tasks", []):
         place = Path(split_off(task)[0])
-        if made and made in place.parents: continue
+        if any(folder in place.parents for folder in made): continue
         if place.is_dir() or "/" in task: check_present(folder := set_in(place), Faults(folder))
         elif task not in LOCAL: find_task(task)
     if (benchmark := values.get("benchmark")) and benchmark not in BENCHMARKS: benchmark_tasks(benchmark)
@@ -288,9 +288,10 @@ def check_before(notebook: Path, values: dict): # values: its parameters, checke
     for check in (check_places, check_models, check_tasks, check_corpora): check(stage, whole)
     check_out(stage, whole, placed(notebook, values))
 
-def check_ahead(stage: str, values: dict, made: Path): # values: all parameters; made: where other stages will write
+def check_ahead(stage: str, values: dict, made: list): # values: all parameters; made: folders of other stages
     "As `check_before`, except for what those stages are yet to make."
-    later = lambda value: isinstance(value, str) and made in Path(value).parents
+    above = lambda value: (Path(value), *Path(value).parents) if isinstance(value, str) else ()
+    later = lambda value: any(folder in above(value) for folder in made)
     there = {name: ("hf:-" if name == "data" else "") if later(value) and name != "out" else value
              for name, value in values.items()} # what is on a hub is not looked at here
     for check in (check_places, check_models, check_corpora): check(stage, there)

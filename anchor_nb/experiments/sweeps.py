@@ -126,7 +126,7 @@ def arms_of(sweep: dict) -> list: # of `Arm`
         if unknown := set(stages) - set(TRAINING):
             raise ValueError(f"arm {label}: stages has {unknown.pop()!r}; choose among {', '.join(TRAINING)}")
         check_overrides(changes, f"arm {label}")
-        seeded = {f"{stage}.seed" for stage in stages} & (sweep["base"].keys() | changes.keys())
+        seeded = {f"{stage}.seed" for stage in stages[-1:]} & (sweep["base"].keys() | changes.keys())
         if sweep["seeds"] and seeded:
             raise ValueError(f"arm {label}: {seeded.pop()} and seeds are both given, and one run would stand for all "
                              "seeds; leave one of them out")
@@ -336,12 +336,14 @@ class Screen:
 # %% ../../nbs/experiments/07_sweeps.ipynb #f5d9360d
 def experiment_of(nodes: list, root: Path) -> str: # nodes: of an arm
     "What the runs of an arm have in common, whatever their seed; a mean is over the seeds of one such hash."
-    inside = lambda value: isinstance(value, str) and value.startswith(f"{root}/")
+    made = [Path(node.parameters["out"]) for node in nodes] # whose names have the seed in them
+    inside = lambda value: isinstance(value, str) and any(out in Path(value).parents for out in made)
     def decided(node): # the settings that decide, and once it has run the data and the code
         settings = settings_of(RECIPES[node.stage](**node.parameters))
         path = Path(node.parameters["out"])/"run.json"
         manifest = read_json(path) if path.is_file() else {}
-        return [{name: value.removeprefix(f"{root}/") if inside(value) else value for name, value in settings.items()
+        short = lambda value: value.removeprefix(f"{root}/") if isinstance(value, str) else value # a root may move
+        return [{name: short(value) for name, value in settings.items()
                  if name != "seed" and not (name == "model" and inside(value))},
                 [facts.get("sha256") for facts in manifest.get("data", {}).values()], manifest.get("engine")]
     common = [decided(node) for node in nodes if node.stage in TRAINING]
@@ -424,8 +426,8 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
     if at_once < (slurm is None):
         raise ValueError(f"at_once={at_once}: nothing would run; give 1 or more")
     nodes, arms = plan_sweep(read_sweep(name), root)
-    if slurm is not None: check_slurm(slurm, nodes, root/"jobs")
-    for node in nodes.values(): check_ahead(node.stage, node.parameters, root)
+    if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
+    for node in nodes.values(): check_ahead(node.stage, node.parameters, [root])
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:

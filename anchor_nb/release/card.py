@@ -62,7 +62,8 @@ def label_of(rows: list, runs: list, ledger: Path | None = None) -> str: # ledge
     def is_here(manifest: Path) -> bool:
         stale = moved_together and not manifest.exists()
         return manifest.resolve() == here or (stale and manifest.parts[-2:] == here.parts[-2:])
-    as_it_is = lambda row: all(row.get(name) in (None, "") for name in OPTIONS[2:]) # not with fewer dimensions, say
+    usual = (None, "", "auto", 0) # with fewer dimensions, say, it is another model
+    as_it_is = lambda row: all(row.get(name) in usual and row.get(name) is not False for name in OPTIONS[2:])
     labels = [row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"])) and as_it_is(row)]
     return labels[-1] if labels else ""
 

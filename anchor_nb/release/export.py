@@ -44,8 +44,8 @@ def trained_instructions(facts: dict) -> dict: # facts: of a checkpoint; -> name
     "The instructions that a model was trained with; a data set with several gets numbered names."
     asked = asked_in_training(facts)
     if facts.get("data") and not asked:
-        raise ValueError(f"the instructions used in training were in {facts['recipe']['instructions']}, which no longer "
-                         "exists; pass prompts as name: instruction, or an empty dict for none")
+        raise ValueError(f"the instructions used in training were in {facts['recipe']['instructions']}, which no "
+                         "longer exists; pass prompts as name: instruction, or an empty dict for none")
     used = {name: filter(None, texts) for name, texts in asked.items()}
     return {name + (f"_{n}" if n > 1 else ""): text for name, texts in used.items() for n, text in enumerate(texts, 1)}
 
@@ -286,7 +286,9 @@ def export(model: str,               # run folder, model folder, adapter folder,
     check_expressible(embedder, model)
     facts, layout = stored_facts(folder), embedder.formatter.layout
     named = trained_instructions(facts) if prompts is None else dict(prompts)
-    named = dict(query="") | named | dict(query=query_instruction(named, query))
+    # some queries of a data set had an instruction, others none
+    bare = prompts is None and any("" in texts and any(texts) for texts in asked_in_training(facts).values())
+    named = dict(query="") | named | dict(query="" if bare and not query else query_instruction(named, query))
     for text in named.values(): embedder.formatter(["text"], text) # ValueError if an instruction leaves no room
     written = as_prompts(layout, named) | (embedder.prompts if prompts is None and not query else {})
     base = adapter_base(folder, embedder) if adapter else ""

@@ -31,7 +31,7 @@ def check_finite(name: str, value: float, step: int, batch, out: Path): # batch:
     raise NotFinite(f"the {name} is {value} in step {step}, whose batch is {len(rows)} rows of {batch.dataset}: "
                     f"{shown} (all in {report}). "
                     "The checkpoints before it are good; look at these rows, lower learning_rate, or use "
-                    "precision=fp32; with other settings or rows, give another out")
+                    "precision=fp32" + "; with other settings or rows, give another out"*(step > 1))
 
 # %% ../../nbs/runs/00_fault_tolerance.ipynb #b68ceab1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
