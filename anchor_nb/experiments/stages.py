@@ -282,6 +282,7 @@ def check_corpora(stage: str, values: dict):
     from anchor_nb.data.corpora import corpus_named
     for name in values["corpora"] if stage == "prepare" else (): corpus_named(name)
 
+# %% ../../nbs/experiments/00_stages.ipynb #b57c8e01
 def check_before(notebook: Path, values: dict): # values: its parameters, checked
     "FileNotFoundError or ValueError for what is wrong with a stage's settings; reads no data."
     stage, whole = notebook.stem, {name: value for name, (_, value) in declared(notebook).items()} | values

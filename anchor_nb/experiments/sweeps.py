@@ -427,7 +427,7 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
         raise ValueError(f"at_once={at_once}: nothing would run; give 1 or more")
     nodes, arms = plan_sweep(read_sweep(name), root)
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
-    for node in nodes.values(): check_ahead(node.stage, node.parameters, [root])
+    for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, [root])
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:

@@ -103,6 +103,7 @@ def looked_through(tables: dict) -> dict: # name -> a table whose columns can be
     "Tables, and the first rows of streams."
     return {name: table.sample() if isinstance(table, Stream) else table for name, table in tables.items()}
 
+# %% ../../nbs/training/08_inputs.ipynb #b57c8e02
 def values_in(rows, column: str) -> set: # rows: a table
     "The different values of a column."
     if isinstance(rows, RowTable): return set(rows[column])
