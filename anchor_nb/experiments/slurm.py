@@ -177,7 +177,8 @@ def submit_stage(stage: str,          # a stage
     options = dict(job_name=f"anchor-nb-{stage}") | slurm_options(slurm)
     values = checked(stage_notebook(stage), parameters)
     folder = placed(stage_notebook(stage), values)/"jobs"
-    if dry_run: return f"{batch_file(options, folder)}\n# which runs {stage} with {without_secrets(values)}"
+    text = batch_file(options, folder) # refuses an option that is none
+    if dry_run: return f"{text}\n# which runs {stage} with {without_secrets(values)}"
     if "dependency" not in options | options.get("additional_parameters", {}): # another job is to make something
         check_before(stage_notebook(stage), values)
     # a file of its own, which a later submission to the same out leaves alone

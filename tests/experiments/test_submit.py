@@ -33,10 +33,11 @@ def wait_for(test, process, seconds=120):
     (dict(data=""), {}, "stage1 has no data"),
     (dict(model="tyni"), {}, "did you mean tiny"),
     ({}, dict(time="1:30:00"), "give the minutes"),
+    (dict(out="run"), dict(additional_parameters="gpu"), "is no mapping"),
     ({}, dict(partitoin="gpu"), "partitoin"),
 ])
 def test_mistakes_are_found_before_the_queue(tmp_path, parameters, slurm, message):
-    given = dict(data=toy_pairs(), out=str(tmp_path/"run")) | parameters
+    given = dict(data=toy_pairs()) | parameters | dict(out=str(tmp_path/"run"))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         submit.submit_stage("stage1", given, slurm, dry_run=not parameters)
     assert list(tmp_path.iterdir()) == []
