@@ -111,13 +111,13 @@ def values_in(rows, column: str) -> set: # rows: a table
 
 def check_instructions(inputs): # `Inputs`
     "ValueError for an instruction that leaves no room for text; a warning for a file that has none for a dataset."
-    table, bare = inputs.instructions or {}, []
+    if inputs.instructions is None: return
+    bare = []
     for name, rows in looked_through({name: inputs.tables[name] for name in inputs.drawn}).items():
-        written = values_in(rows, "instruction") | values_in(rows, "document_instruction")
-        usual = table.get(name)
-        if inputs.instructions is None: continue
-        inputs.formatter(["text"], max((*(usual or ()), *written), key=len, default=""))
-        if usual is None and "" in values_in(rows, "instruction"): bare.append(name)
+        written, usual = values_in(rows, "instruction"), inputs.instructions.get(name)
+        longest = max((*(usual or ()), *written, *values_in(rows, "document_instruction")), key=len, default="")
+        inputs.formatter(["text"], longest)
+        if usual is None and "" in written: bare.append(name)
     if bare and inputs.recipe.instructions not in ("paper", "corpora"):
         warnings.warn(f"{inputs.recipe.instructions} has no line for {', '.join(bare)}, whose queries get no "
                       'instruction; add one, or "*": ""')
@@ -167,7 +167,7 @@ def measured_pairs(inputs, whole: dict, kept: dict) -> tuple: # (list of `Exampl
     count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
     if not count: return [], True
     rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count)
-    # a rest of a few pairs would judge the whole run
+    # a handful that is left over must not judge the whole run
     fresh = sum(map(len, rows.values())) >= (2 if kept else min(count, GROUP))
     tables = whole if kept and fresh else inputs.tables
     if not fresh: rows = undrawn(inputs.batches, 0, inputs.drawn, count)
@@ -224,7 +224,7 @@ def instructions_given(tables: dict, table: dict | None) -> dict: # table: datas
     for name, rows in looked_through(tables).items():
         written = set() if table is None else values_in(rows, "instruction")
         usual = ((table or {}).get(name) or [""]) if "" in written or not written else []
-        given[name] = [*sorted(written - {""}), *(text for text in usual if text not in written or not text)][:MOST]
+        given[name] = list(dict.fromkeys([*sorted(written - {""}), *usual]))[:MOST]
     return given
 
 class Record:
