@@ -18,7 +18,7 @@ from ..core.settings import identity
 from ..data.packages import cache_dir
 from ..runs.ledger import read_json, write_json
 from ..runs.provenance import peak_gpu_memory, peak_memory
-from ..inference.corpus_encoding import model_files
+from ..models.resolve import model_files
 from .hidden_states import Settings, block_rows, dealt, matched, open_readers
 from .representation_similarity import (Moments, block_interval, correlations, cosine,
                                                           dimension_correlations, hsic, interval_lists, neighbours,

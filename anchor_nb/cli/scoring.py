@@ -12,7 +12,7 @@ from shlex import quote
 import typer
 
 from ..core.recipe import RECIPES, Analyse
-from ..experiments.torchrun import read_pairs
+from ..experiments.torchrun import read_pairs, read_parameter_file
 from ..experiments.stages import StageError, run_stage
 from ..runs.ledger import read_json, read_rows
 from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile,
@@ -36,11 +36,12 @@ def labelled(models: list) -> dict: # label -> model
     return {name if names.count(name) == 1 else model.rstrip("/"): model for name, model in zip(names, models)}
 
 def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: str, base: dict,
-                        given: dict) -> dict: # base: preset and file; given: -p
+                        given: dict, # base: preset and file; given: -p
+                        snapshots: bool = False) -> dict: # what the file alone says
     "Parameters of the stage: -p wins over options, options over preset and file; ValueError for models given twice."
     if models and "models" in given:
         raise ValueError("models are given twice, by place and by name; leave one out")
-    words = dict(models=labelled(models), snapshots=False) if models else {}
+    words = dict(models=labelled(models), snapshots=snapshots) if models else {}
     words |= dict(benchmark=benchmark) if benchmark else {}
     words |= dict(tasks=list(tasks)) if tasks else {}
     if (benchmark or tasks) and base: words = dict(benchmark="", tasks=[]) | words # not those of the preset as well
@@ -82,7 +83,8 @@ def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], da
              help_all: HelpAll = False):
     with answering(as_json) as answer:
         given = gather("evaluate", preset, file, [])
-        values = evaluate_parameters(places, benchmark, task, data_root, given, read_pairs(parameter))
+        snapshots = read_parameter_file(file).get("snapshots", False) if file else False # a preset's are of its models
+        values = evaluate_parameters(places, benchmark, task, data_root, given, read_pairs(parameter), snapshots)
         if dry_run:
             whole, text = spelled_out("evaluate", values)
             check_sets(whole["tasks"], whole["columns"])
@@ -103,7 +105,14 @@ def check_scored(model: str, ledger: Path):
     from anchor_nb.runs.ledger import latest
     run, label, path = run_folder(model), model_label(model), ledger/"ledger.jsonl"
     rows = latest(read_rows(path)) if run and path.is_file() else []
-    of = {Path(row["manifest"]).resolve() for row in rows if row["label"] == label and row.get("manifest")}
+    rows = [row for row in rows if row["label"] == label and row.get("manifest")]
+    begun = read_json(run/"run.json").get("starts", [])[:1] if run else []
+    if any([row.get("run")] == begun for row in rows): return # whatever its folder is called now
+    of = {Path(row["manifest"]).resolve() for row in rows}
+    here = [row for row in rows if run and Path(row["manifest"]).resolve() == (run/"run.json").resolve()]
+    if here and all(row.get("run") for row in here):
+        raise ValueError(f"the scores of {label} in {ledger} are from before {run} was trained again; repeat "
+                         "`anchor-nb evaluate`, or add --task")
     there = sorted(str(manifest.parent) for manifest in of if manifest.is_file()) # a folder may have been moved
     if there and (run/"run.json").resolve() not in of:
         raise ValueError(f"the scores of {label} in {ledger} are those of {there[0]}, not of {model}; add --task to "

@@ -151,6 +151,19 @@ class Training(Recipe):
 
     def problems(self): return training_problems(self)
 
+# %% ../../nbs/core/01_recipe.ipynb #d764d31b
+def written_problems(recipe, names) -> list: # recipe: a `Stage1`; names: of objectives; as `training_problems`
+    "What stage I cannot write with these settings."
+    content, twice = recipe.decode_from == "content", recipe.pooling.startswith("echo")
+    return [(content and recipe.target_template, "target_template needs decode_from=sequence"),
+            (content and recipe.hide_template, "hide_template needs decode_from=sequence"),
+            (twice and not (content or recipe.hide_template),
+             f"pooling={recipe.pooling} writes each text twice, and with decode_from=sequence the second is copied "
+             "from the first, not read from the anchor; set decode_from=content"),
+            (twice and "mntp" in names,
+             f"pooling={recipe.pooling} writes each text twice, and objective mntp would read in the first what it "
+             "masks in the second; choose another pooling")]
+
 # %% ../../nbs/core/01_recipe.ipynb #4c93de75
 @dataclass(frozen=True, kw_only=True)
 class Stage1(Training):
@@ -160,9 +173,10 @@ class Stage1(Training):
     steps: int = setting(0, "optimizer steps; 0: by epochs or preset", "paper: 2000", group="first", bound=">=0")
     learning_rate: float = setting(0.0, "peak learning rate of AdamW; 0: by preset", "paper: 4e-5",
                                    group="first", bound=">=0")
-    objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, lm, mntp and simcse; empty: anchor alone",
+    objectives: dict = setting({}, "weights of anchor, ebae, ebar, llara, lm, mntp, simcse or module:Class; empty: "
+                                   "anchor",
                                "paper: anchor; LLaMA2Vec: ebae and ebar, in its code llara; LLM2Vec: mntp; control: lm",
-                               group="first")
+                               reads="code", group="first")
     alpha: float = setting(0.2, "weight of query-to-document; document-to-query gets 1 - alpha", "paper: alpha 0.2",
                            group="first", bound="[0,1]")
     lora_rank: int = setting(0, "rank of the adapters on all linear projections; 0: all parameters train",
@@ -207,10 +221,11 @@ class Stage1(Training):
                                        "LLM2Vec: 0.3 for SimCSE", group="simcse", bound="[0,1)")
 
     def problems(self):
-        content, names = self.decode_from == "content", self.objectives or {"anchor": 1.0}
+        names = self.objectives or {"anchor": 1.0}
         anchored, beside = "anchor" in names, {"anchor"} < set(names)
         return super().problems() + [
-            (bool(set(names) - set(OBJECTIVES)), f"objectives={self.objectives}; choose among {', '.join(OBJECTIVES)}"),
+            (any(name not in OBJECTIVES and ":" not in str(name) for name in names),
+             f"objectives={self.objectives}; choose among {', '.join(OBJECTIVES)}, or name your own as module:Class"),
             (not (are_numbers(names) and all(names.values())),
              f"objectives={self.objectives}; give each a weight over 0"),
             ("mntp" in names and not self.bidirectional,
@@ -231,8 +246,7 @@ class Stage1(Training):
             (0 < self.fade_steps < self.anchor_after, "nothing would train between fade_steps and anchor_after"),
             (self.anchor_after > 0 and not beside, "anchor_after needs an objective beside anchor, such as ebae"),
             (0 < self.steps <= self.anchor_after, f"anchor_after={self.anchor_after} is not under steps={self.steps}"),
-            (content and self.target_template, "target_template needs decode_from=sequence"),
-            (content and self.hide_template, "hide_template needs decode_from=sequence")]
+            *written_problems(self, names)]
 
 # %% ../../nbs/core/01_recipe.ipynb #4f823394
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ GROUPS = dict(first="What you change first", method="The method", texts="How tex
 
 # %% ../../nbs/core/00_settings.ipynb #66040c51
 # what a value refers to, if its content decides the outcome: nothing; a model; one with snapshots; files; a YAML file
-READS = ("", "model", "run", "files", "instructions")
+READS = ("", "model", "run", "files", "instructions", "code")
 BOUNDS = {">0": (lambda value: value > 0, "must be over 0"), ">=0": (lambda value: value >= 0, "must not be negative"),
           "(0,1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
           "[0,1)": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),

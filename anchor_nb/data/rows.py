@@ -312,7 +312,11 @@ def json_blocks(source: str, block: int = 2**24) -> Iterator: # of pyarrow.Recor
         for batch in reader:
             rows += len(batch)
             yield batch
-    expect(rows == sum(1 for _, line in byte_lines(source) if line.strip()))
+    for _, line in byte_lines(source): # as many lines as objects, each of which begins and ends in its line
+        if not (line := line.strip()): continue
+        expect(line[:1] + line[-1:] == b"{}")
+        rows -= 1
+    expect(rows == 0)
 
 def plain_tables(source: str, columns: dict, schema) -> Iterator: # of pyarrow.Table
     "The rows of a source in blocks; `Unusual` unless all of them are plain."
@@ -499,6 +503,8 @@ class Example(NamedTuple):
     instruction: str          # of the query
     document_instruction: str # of the documents, empty except in GritLM's data
     scores: tuple = ()        # a teacher's, of the positive and then each negative; empty where the row has none
+    others: tuple = ()        # further positives of the row that are among the batch's documents
+    askers: tuple = ()        # further queries of the batch whose row has this positive
 
 # %% ../../nbs/data/02_rows.ipynb #d89951d7
 def rotate(items: list, turn: int, count: int) -> list: # `count` items, others each turn
@@ -524,6 +530,19 @@ def example_of(row: dict, epoch: int, negatives: int, instruction: str) -> Examp
                    (*pick("positive_scores", 1), *pick("negative_scores", negatives)))
 
 # %% ../../nbs/data/02_rows.ipynb #1e0b594e
+def with_known(chosen: list,    # `Example` of a whole batch
+               positives: list, # all positives of each one's row
+              ) -> list:        # of `Example`, with `others` and `askers`
+    "Tell each example which other texts of its batch its dataset pairs it with."
+    if all(len(texts) == 1 for texts in positives): return chosen
+    documents, queries = {text for e in chosen for text in (e.positive, *e.negatives)}, {}
+    for example, texts in zip(chosen, positives):
+        for text in texts: queries.setdefault(text, []).append(example.query)
+    return [e._replace(others=tuple(text for text in texts if text in documents and text != e.positive),
+                       askers=tuple(query for query in queries[e.positive] if query != e.query))
+            for e, texts in zip(chosen, positives)]
+
+# %% ../../nbs/data/02_rows.ipynb #58475d13
 def examples(table,             # datasets.Dataset of the batch's dataset
              batch: Batch,
              instructions,      # dataset -> instructions, see `prompts`; None: no instructions at all
@@ -534,9 +553,11 @@ def examples(table,             # datasets.Dataset of the batch's dataset
     usual = (instructions or {}).get(batch.dataset, [""])
     # __getitems__ is what the loader of torch calls; `select` would make a table of each batch
     choose = lambda row, number: "" if instructions is None else row["instruction"] or usual[number % len(usual)]
+    rows = table.__getitems__(batch.rows.tolist())
     chosen = [example_of(row, batch.epoch, negatives, choose(row, number))
-              for number, row in zip(batch.rows.tolist(), table.__getitems__(batch.rows.tolist()))]
+              for number, row in zip(batch.rows.tolist(), rows)]
     if instructions is None: chosen = [example._replace(document_instruction="") for example in chosen]
+    chosen = with_known(chosen, [row["positives"] for row in rows])
     return chosen if ranks == 1 else [chosen[n] for n in deal([characters(e) for e in chosen], rank, ranks)]
 
 # %% ../../nbs/data/02_rows.ipynb #629608d9

@@ -217,11 +217,11 @@ def sheet_rows(path) -> Iterator: # of (place in the file, row)
         raise ValueError(f"{path} is a spreadsheet, and openpyxl, which reads those, is not installed; pip install "
                          '"anchor_nb[spreadsheets]", or save it as CSV')
     import pandas
-    from zipfile import BadZipFile
     how = dict(sheet_name=None, dtype=str, na_filter=False, header=None, engine="openpyxl")
     try: sheets = {name: table.to_numpy().tolist() for name, table in pandas.read_excel(path, **how).items()}
-    except (BadZipFile, KeyError):
-        raise ValueError(f"{path} is damaged or not an .xlsx file; save it again, or as CSV") from None
+    except Exception as error: # whatever openpyxl stumbles on
+        raise ValueError(f"{path} is damaged or not an .xlsx file ({type(error).__name__}); save it again, or as "
+                         "CSV") from None
     sheets = {name: rows for name, rows in sheets.items() if any(str(cell).strip() for row in rows for cell in row)}
     if len(sheets) > 1:
         raise ValueError(f"{path} has rows in {len(sheets)} sheets ({', '.join(sheets)}), and one is read; save the "
@@ -293,8 +293,9 @@ def content_hash(source: str) -> str: # sha256, or the fingerprint that `dataset
     if source.startswith("hf:"): return open_table(source)._fingerprint
     if Path(source).is_file(): return file_hash(source)
     names = [file.relative_to(source) for file in files_below(Path(source))]
+    cached = lambda file: re.fullmatch(r"cache-.*\.arrow", file.name) and (file.parent/"state.json").is_file()
     parts = [(name.as_posix(), file_hash(Path(source)/name)) for name in names
-             if not any(part.startswith(".") for part in name.parts)]
+             if not any(part.startswith(".") for part in name.parts) and not cached(Path(source)/name)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 # %% ../../nbs/data/01_tables.ipynb #4a8be488
@@ -525,6 +526,9 @@ def in_folder(path: Path) -> dict: # dataset name -> source
             raise FileNotFoundError(f"{file} is a link to nothing; mount or mend what it points to, or remove it")
     files = sorted(filter(holds_rows, path.iterdir()), key=name_of)
     for file in files: check_name(file)
+    if not files and any(map(holds_rows, (path/"data").glob("*"))):
+        raise FileNotFoundError(f"{path} holds no table, but {path/'data'} does; give that folder, or an address such "
+                                f"as file://{(path/'data').resolve()}/train-*.parquet")
     if not files:
         raise FileNotFoundError(f"{path} holds no table; put one file per dataset there, each one of {FORMATS}")
     named = {name_of(file): str(file) for file in files}
@@ -532,7 +536,12 @@ def in_folder(path: Path) -> dict: # dataset name -> source
         raise ValueError(f"{path} holds two files of one name ({len(files)} files, {len(named)} names); a dataset is "
                          "named after its file, so rename one")
     warn_of_unread(path, files)
-    tests = [name for name in named if name.lower() in HELD_OUT]
+    split_of = {name: re.sub(r"-\d{5}-of-\d{5}$", "", name) for name in named}
+    if shards := [name for name, split in split_of.items() if [*split_of.values()].count(split) > 1]:
+        address = f"file://{path.resolve()}/{split_of[shards[0]]}-*.parquet"
+        warnings.warn(f"{path}: {shards[0]} and {shards[1]} are shards of one dataset, and are trained on as two; "
+                      + (f"its address is {address}" if named[shards[0]].endswith(".parquet") else "join their files"))
+    tests = [name for name in named if split_of[name].lower() in HELD_OUT]
     if 0 < len(tests) < len(named):
         warnings.warn(f"{path}: {' and '.join(tests)} will be read like the other tables; move it elsewhere if it is "
                       "held out")

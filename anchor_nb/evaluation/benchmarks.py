@@ -120,15 +120,11 @@ def use_local_copy(task, data_root: Path):
     source = task.metadata.dataset
     folder = data_root/source["path"]
     if not folder.is_dir() or is_local(task): return task
-    version = f"local-{edition(folder)}"
+    version = f"local-{content_hash(str(folder))[:16]}"
     def load_data(self, *args, **kwargs):
         with datasets_cache(version): type(task).load_data(self, *args, **kwargs)
     return with_metadata(task, dict(load_data=load_data), dataset=source | dict(path=str(folder.resolve()),
                                                                                 revision=version))
-
-def edition(folder: Path) -> str: # 16 hexadecimal digits
-    "A fingerprint of a folder's files: names and content."
-    return content_hash(str(folder))[:16]
 
 @contextmanager
 def datasets_cache(name: str):

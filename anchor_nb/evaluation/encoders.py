@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 from ..core.names import hub_has
 from ..core.progress import announce
-from ..models.resolve import BUILT_MODELS, MODELS, at_commit, base_of, find_model, spellings
+from ..models.resolve import BUILT_MODELS, MODELS, find_model, model_files, spellings
 from ..data.corpora import asked_in_training
 from ..data.prompts import LAYOUT_FILE
-from ..data.tables import content_hash
 from ..models.loading import KINDS, WHOLE_BEGINNING, json_or_empty, kind_of, small_files
 from ..runs.identity import ENGINE, engine_of
 
@@ -194,13 +193,9 @@ def check_model(source: str):
                          "model into it")
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #a5ac18a6
-def weights_of(source: str) -> str: # files of a folder, or the commit of a hub id
-    "The identity of a model's files; an adapter's base is part of it."
-    place = find_model(source)
-    if Path(place).is_dir():
-        base = base_of(place)
-        return content_hash(str(place))[:16] + (weights_of(base) if base else "")
-    return at_commit(place)
+def weights_of(source: str) -> str:
+    "The identity of a model's files."
+    return "".join(model_files(source, 16))
 
 def similarity_of(candidate: Candidate) -> dict: # empty where the checkpoint normalizes its vectors
     "How vectors are compared: ours by cosine, those of sentence-transformers as the model's configuration says."

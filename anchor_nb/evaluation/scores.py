@@ -14,7 +14,7 @@ from .benchmarks import data_id, rows_of
 from .encoders import Candidate, extras, load, revision, shortened, slug
 from .measure import Evaluation, evaluate_task, load_evaluation, loaded, save_evaluation
 from ..data.packages import pick
-from ..runs.ledger import append_rows, read_rows, to_restate
+from ..runs.ledger import append_rows, read_json, read_rows, to_restate
 from ..runs.manifest import new_manifest, now
 from ..runs.provenance import peak_memory
 
@@ -32,6 +32,7 @@ def ledger_rows(result: Evaluation,
     fields = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
     where = dict(queries=result.queries, documents=result.documents, data=result.data, model=model,
                  manifest=candidate.manifest, training_seed=candidate.training_seed, seconds=result.seconds)
+    if candidate.manifest: where["run"] = read_json(candidate.manifest)["starts"][0]
     return [fields | dict(metric=metric, main=metric == result.metric, value=value) | where | how
             for metric, value in result.metrics.items()]
 

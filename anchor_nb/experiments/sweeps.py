@@ -345,7 +345,8 @@ def experiment_of(nodes: list, root: Path) -> str: # nodes: of an arm
         short = lambda value: value.removeprefix(f"{root}/") if isinstance(value, str) else value # a root may move
         return [{name: short(value) for name, value in settings.items()
                  if name != "seed" and not (name == "model" and inside(value))},
-                [facts.get("sha256") for facts in manifest.get("data", {}).values()], manifest.get("engine")]
+                [facts.get("sha256") for facts in manifest.get("data", {}).values()], manifest.get("engine"),
+                {name: content for name, content in manifest.get("inputs", {}).items() if ".code of " in name}]
     common = [decided(node) for node in nodes if node.stage in TRAINING]
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -21,6 +21,7 @@ from ..models.backbone import run_packed, trunk_of
 from ..models.pooling import pack_texts
 from ..models.inputs import as_texts, unboxed
 from ..models.embedder import AnchorEmbedder
+from ..models.loading import small_files
 from ..models.resolve import find_model
 from ..losses.reconstruction import DecodeRules, decoded, vectors
 
@@ -34,7 +35,7 @@ def rules_of(model,         # an `AnchorEmbedder`, or a run folder, model folder
             ) -> DecodeRules:
     "How the decoding pass of a checkpoint was laid out in training; the default where nothing is recorded."
     if isinstance(model, AnchorEmbedder): return rules_of(model.sources[0]) if model.sources else DecodeRules()
-    try: facts = stored_facts(find_model(model))
+    try: facts = stored_facts(small_files(find_model(model)))
     except FileNotFoundError: return DecodeRules()
     recipe = facts.get("recipe", {})
     if "decode_from" in recipe:

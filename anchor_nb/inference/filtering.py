@@ -27,8 +27,8 @@ from ..runs.checkpoints import locked
 from ..runs.launch import already_launched, find_node, launch, usable_gpus
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, small_files
-from ..models.resolve import find_model
-from .corpus_encoding import Encoding, model_files
+from ..models.resolve import find_model, model_files
+from .corpus_encoding import Encoding
 from .hard_negatives import instruction_of, quantiles
 
 # %% ../../nbs/inference/04_filtering.ipynb #c7e9b7ef

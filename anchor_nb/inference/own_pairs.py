@@ -6,7 +6,7 @@
 __all__ = ['match_pairs']
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #f4460f2f
-import re
+import re, unicodedata
 from collections import Counter, defaultdict
 from ..data.deduplication import UNSPACED, plain, seen_part, word_runs
 from .words import Words
@@ -18,6 +18,10 @@ def countable(text: str) -> str:
     "The text with each character of a script without spaces as a word of two, since BM25 leaves out shorter ones."
     return UNSPACED.sub(r" \1\1 ", text)
 
+def composed(name: str) -> str:
+    "A name with each accent in its letter; some file systems part them, and people type them as one."
+    return unicodedata.normalize("NFC", name)
+
 class Answers:
     "Finds the passage that a text stands for."
     def __init__(self, passages: list, repeats: list): # as `passages_of` gives them
@@ -26,17 +30,17 @@ class Answers:
             self.whole.setdefault(text, number)
             self.named[passage.document].append(number)
         for document, number in repeats: self.named[document].append(number)
-        stems = {document: re.sub(r"\.[a-zA-Z]\w{0,4}$", "", document) for document in self.named}
-        often, self.names = Counter(stems.values()), {name: name for name in self.named}
+        stems = {document: composed(re.sub(r"\.[a-zA-Z]\w{0,4}$", "", document)) for document in self.named}
+        often, self.names = Counter(stems.values()), {composed(name): name for name in self.named}
         self.stems = {stem: document for document, stem in stems.items() if stem != document and often[stem] == 1}
-        rows = {name: name.rpartition(":")[2] for name in self.named if ":" in name} # of tables in a folder
+        rows = {name: composed(name.rpartition(":")[2]) for name in self.named if ":" in name} # of tables in a folder
         often = Counter(rows.values())
         self.names |= {row: name for name, row in rows.items() if often[row] == 1 and row not in self.names}
         self.words = None # made when it is needed
 
     def under(self, name: str, names: dict) -> list: # names: name -> document; -> of numbers; empty: there is none
         "The passages of a document by its name, or by its path from the folder that holds all."
-        name = name.strip().replace("\\", "/").removeprefix("./")
+        name = composed(name.strip().replace("\\", "/").removeprefix("./"))
         return next((self.named[names[short]] for short in (name, name.partition("/")[2]) if short in names), [])
 
     def shared(self, text: str): # -> [passages]

@@ -6,7 +6,7 @@
 __all__ = ['heading_pairs', 'link_pairs', 'ask', 'found_again']
 
 # %% ../../nbs/inference/06_questions.ipynb #7a3a0b06
-import json, os, posixpath, re, time, urllib.request, warnings
+import json, os, posixpath, re, time, unicodedata, urllib.request, warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
@@ -65,7 +65,7 @@ def place_of(link: str, source: str) -> tuple: # source: id of the document with
     except ValueError: return "", "" # no address, such as http://[HOST]
     if address.scheme or address.netloc or link.startswith("/"): return "", ""
     path = posixpath.join(posixpath.dirname(source), unquote(address.path)) if address.path else source
-    return posixpath.normpath(path), slug(unquote(address.fragment))
+    return unicodedata.normalize("NFC", posixpath.normpath(path)), slug(unquote(address.fragment))
 
 # %% ../../nbs/inference/06_questions.ipynb #b90ad2f2
 def link_pairs(documents: list, # of `Document`
@@ -74,13 +74,14 @@ def link_pairs(documents: list, # of `Document`
     "The words of links as queries for the places they lead to, where all links of these words agree."
     first, sections, asked = {}, {}, {}
     for number, passage in enumerate(passages):
-        for name in (passage.document, posixpath.splitext(passage.document)[0]): first.setdefault(name, number)
-        sections.setdefault((passage.document, slug(passage.heading)), number)
+        whole = unicodedata.normalize("NFC", passage.document) # links are typed so, whatever the file system writes
+        for name in (whole, posixpath.splitext(whole)[0]): first.setdefault(name, number)
+        sections.setdefault((whole, slug(passage.heading)), number)
     for document in documents:
         for words, link in document.links:
             path, section = place_of(link, document.id)
-            number = sections.get((path, section), first.get(path))
-            if number is not None and path != document.id: asked.setdefault(plain(words), {})[number] = words
+            number, here = sections.get((path, section), first.get(path)), unicodedata.normalize("NFC", document.id)
+            if number is not None and path != here: asked.setdefault(plain(words), {})[number] = words
     return [(words, number) for places in asked.values() if len(places) == 1 for number, words in places.items()
             if several_words(words)]
 

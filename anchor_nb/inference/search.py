@@ -6,7 +6,7 @@
 __all__ = ['SEARCH', 'search', 'Hit', 'Index', 'open_index', 'bm25_weight', 'search_corpus']
 
 # %% ../../nbs/inference/02_search.ipynb #5fd08e98
-import json, math, os
+import json, math, os, warnings
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..data.prompts import stored_facts
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, unboxed, whole_number
 from ..models.embedder import AnchorEmbedder
-from ..models.loading import small_files
+from ..models.loading import WHOLE_BEGINNING, small_files
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, corpus_sources, differences, loaded, located,
                                                  survey_all, vector_identity)
@@ -480,6 +480,11 @@ def trained_instruction(model: str) -> str: # empty: none, several, not known, o
     texts = {text for texts in asked_in_training(facts).values() for text in texts}
     return texts.pop() if len(texts) == 1 and not facts.get("prompts") else ""
 
+def takes_instruction(model: str, layout, instruction: str) -> bool: # layout: how the model writes a query
+    "Whether queries may have one: not if it would run into them, nor if training had none."
+    untrained = stored_facts(small_files(find_model(model))).get("recipe", {}).get("instructions") == "none"
+    return not untrained and (layout.instruction_format != WHOLE_BEGINNING or instruction[-1:] in (" ", ":", "\n"))
+
 def asked_with(instruction: str, usual: str) -> str:
     "The instruction that queries get; `none` means that there is none."
     return "" if instruction == "none" else instruction or usual
@@ -508,5 +513,10 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
     check_weight(bm25, k)
     index = open_index(AnchorEmbedder.from_pretrained(model, **how), corpus, keep, texts, field, id_field, truncate_dim,
                        show_progress_bar, columns)
+    embedder = index.embedder
+    if instruction not in ("", "none", *embedder.prompts) and not takes_instruction(model, embedder.formatter.layout,
+                                                                                    instruction):
+        warnings.warn(f"{model} takes no instructions, so this one is left out")
+        instruction = "none"
     matches = index.search(queries, k, asked_with(instruction, trained_instruction(model)), bm25=bm25)
     return [dict(query=query, hits=[hit._asdict() for hit in hits]) for query, hits in zip(queries, matches)]

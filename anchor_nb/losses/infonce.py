@@ -46,14 +46,22 @@ def text_key(ids: list) -> int: # 63 bits
     "A hash of a text's tokens; equal texts have equal keys."
     return int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=8).digest(), "little") >> 1
 
+def is_among(keys: Tensor,  # [n or 1, m]
+             known: Tensor, # [n, k], -1 for none
+            ) -> Tensor:    # [n, m] bool
+    "Which keys a row knows."
+    return (keys[..., None] == known.masked_fill(known < 0, -2)[:, None]).any(-1)
+
 def false_negatives(query_keys: Tensor,     # [queries]
                     candidate_keys: Tensor, # [candidates] key of each document; -1 for padding
                     owner_keys: Tensor,     # [candidates] key of the query it is the positive of; -1 for hard negatives
                     positives: Tensor,      # [queries] index of each query's positive
+                    known: Tensor | None = None, # [queries, n] keys of each query's further positives; -1 for none
                    ) -> Tensor:             # [queries, candidates] bool
     "Candidates that are not negatives: a copy of the positive's text, or a positive of the same query."
     same_text = candidate_keys[positives][:, None] == candidate_keys[None]
     same_query = query_keys[:, None] == owner_keys[None]
+    if known is not None: same_text = same_text | is_among(candidate_keys[None], known)
     return (same_text | same_query).scatter(1, positives[:, None], False)
 
 # %% ../../nbs/losses/04_infonce.ipynb #050e9cf8
@@ -65,6 +73,8 @@ class ContrastiveBatch(NamedTuple):
     keys: Tensor           # [queries + size] text keys, -1 for padding
     owners: Tensor         # [size] key of the query a candidate is the positive of, else -1
     own: Tensor            # [queries, 1 + negatives] index of a query's documents, positive first; -1 for none
+    others: Tensor         # [queries, n] keys of its further positives in the global batch; -1 for none
+    askers: Tensor         # [queries, n] keys of its positive's further queries in the global batch; -1 for none
     most: int              # queries of every rank, padding included
     in_batch: bool = True  # are the documents of other queries negatives?
     step: int = 0          # number of the step
@@ -72,10 +82,17 @@ class ContrastiveBatch(NamedTuple):
     guide: Tensor | None = None   # [texts, hidden] of a reference embedder; before it has run, its formatted texts
 
 # %% ../../nbs/losses/04_infonce.ipynb #0dab6b89
+def table_of(rows: list) -> Tensor: # of lists of numbers; -> [rows, the longest], -1 where a row is shorter
+    "Rows of different length as one tensor."
+    most = max(map(len, rows), default=0)
+    return torch.tensor([row + [-1]*(most - len(row)) for row in rows], dtype=torch.long).reshape(len(rows), most)
+
+# %% ../../nbs/losses/04_infonce.ipynb #101fb0e2
 def contrastive_batch(examples: list, # of (query, positive, [negatives]), all `prompts.Tokens`
                       negatives: int, # hard negatives of an example at most
                       most: int = 0,  # examples of the rank that has the most; 0: as many as these
                       teacher: list | None = None, # scores of each example's positive and negatives; may be empty
+                      known: list | None = None,   # of each: ([further positives], [further queries of its positive])
                       **fields,       # further fields of the batch
                      ) -> ContrastiveBatch:
     "Collect one rank's texts, padded where other ranks have more examples or negatives."
@@ -89,9 +106,11 @@ def contrastive_batch(examples: list, # of (query, positive, [negatives]), all `
     if teacher:
         teacher = torch.tensor([filled([float(score) for score in scores], 1 + negatives, float("nan"))
                                 for scores in teacher])
+    others, askers = [table_of([[key(t) for t in texts] for texts in side])
+                      for side in zip(*(known or [([], [])]*len(queries)))]
     return ContrastiveBatch(queries + candidates, len(queries), size, torch.tensor(filled(keys, len(queries) + size)),
-                            torch.tensor(filled(owners, size)), torch.tensor(documents_of), most, teacher=teacher,
-                            **fields)
+                            torch.tensor(filled(owners, size)), torch.tensor(documents_of), others, askers, most,
+                            teacher=teacher, **fields)
 
 # %% ../../nbs/losses/04_infonce.ipynb #e7ea4aae
 class View(NamedTuple):
@@ -106,20 +125,22 @@ def all_ranks(texts: Tensor, text_keys: Tensor, # [n, hidden] and [n]
               candidates: Tensor, keys: Tensor, # [m, hidden] and [m or size] of this rank; the counterparts come first
               owners: Tensor,  # [m or size] key of the text a candidate is the counterpart of, else -1
               size: int,       # m with padding, equal on every rank
+             known: Tensor,   # [n, k] keys of each text's further counterparts
              ) -> View:
     "Compare this rank's texts with the candidates of all ranks."
     filled = lambda numbers: F.pad(numbers, (0, size - len(numbers)), value=-1)
     candidates = gather(F.pad(candidates, (0, 0, 0, size - len(candidates))))
     keys, owners = gather(filled(keys)), gather(filled(owners))
     positives = torch.arange(len(texts), device=keys.device) + world()[0]*size
-    false = false_negatives(text_keys, keys, owners, positives) & (keys >= 0)
+    false = false_negatives(text_keys, keys, owners, positives, known) & (keys >= 0)
     return View(texts, candidates, positives, (keys < 0)[None], false)
 
 # %% ../../nbs/losses/04_infonce.ipynb #4766de79
 def to_documents(embeddings: Tensor, batch: ContrastiveBatch) -> View:
     "Queries must find their positives among the documents of all ranks: equation 6."
     n = batch.queries
-    return all_ranks(embeddings[:n], batch.keys[:n], embeddings[n:], batch.keys[n:], batch.owners, batch.size)
+    return all_ranks(embeddings[:n], batch.keys[:n], embeddings[n:], batch.keys[n:], batch.owners, batch.size,
+                     batch.others)
 
 def total_queries(batch: ContrastiveBatch) -> Tensor: # a number
     "The queries of all ranks, which may have one more or less."

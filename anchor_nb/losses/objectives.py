@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from ..core.distributed import all_reduce, world
+from ..core.names import own_code
 from ..core.recipe import Stage1
 from ..data.prompts import pooling_tokens
 from ..models.backbone import untied_head
@@ -23,6 +24,22 @@ from .infonce import cached_step
 from .simcse import SimCSE
 
 # %% ../../nbs/losses/10_objectives.ipynb #3fc5fbe8
+def is_own(name: str) -> bool:
+    "Whether an objective is the user's, as module:Class."
+    return ":" in name
+
+HAS = ("coupled", "uses_head", "parts", "counted", "check", "prepare")
+HAS_IF_COUPLED = {False: ("counts", "lengths", "pack", "loss"), True: ("texts", "embed", "loss_of")}
+
+def own_objective(name: str, rules: Stage1, formatter):
+    "An objective from outside of this package, made as `Class(rules, formatter)`; ValueError names what it lacks."
+    objective = own_code(name)(rules, formatter)
+    wanted = (*HAS, *HAS_IF_COUPLED[bool(getattr(objective, "coupled", False))])
+    if lacking := [part for part in wanted if not hasattr(objective, part)]:
+        raise ValueError(f"{name} has no {', '.join(lacking)}; losses/10_objectives says what each one is")
+    return objective
+
+# %% ../../nbs/losses/10_objectives.ipynb #9b66003e
 def make_objectives(rules: Stage1, formatter) -> list: # of (name, objective, weight)
     "The objectives of stage I; anchor alone where none is named."
     tokenizer, layout = formatter.tokenizer, formatter.layout
@@ -38,7 +55,8 @@ def make_objectives(rules: Stage1, formatter) -> list: # of (name, objective, we
                                       rules.masked_fraction),
         simcse=lambda: SimCSE(rules.global_batch, rules.temperature, rules.pooling))
     weights = rules.objectives or {"anchor": 1.0}
-    objectives = [(name, makers[name](), float(weight)) for name, weight in weights.items()]
+    objectives = [(name, own_objective(name, rules, formatter) if is_own(name) else makers[name](), float(weight))
+                  for name, weight in weights.items()]
     return sorted(objectives, key=lambda item: not item[1].coupled)
 
 # %% ../../nbs/losses/10_objectives.ipynb #634708fa
@@ -92,7 +110,7 @@ class Together:
 def put_together(objectives: list, items: dict) -> list: # of (name or names, objective, items, weight)
     "The objectives of a step, those that read the same vectors as one; items: as `prepare_all` gives them."
     present = [(name, objective, *items[name]) for name, objective, _ in objectives if name in items]
-    reads = lambda entry: getattr(entry[1], "reads", "")
+    reads = lambda entry: "" if is_own(entry[0]) else getattr(entry[1], "reads", "") # a user's has a loss of its own
     for pooling in dict.fromkeys(reads(entry) for entry in present if reads(entry)):
         shared = [entry for entry in present if reads(entry) == pooling]
         if len(shared) < 2: continue

@@ -8,8 +8,6 @@ __all__ = ['is_causal', 'on_gpu', 'has_bf16', 'weight_dtype', 'wants_autocast', 
 # %% ../../nbs/models/01_attention.ipynb #e342b7ad
 import os
 from contextlib import nullcontext
-from importlib.util import find_spec
-from inspect import signature
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,14 +16,14 @@ from .packing import Packed, slots, spread, collect
 # %% ../../nbs/models/01_attention.ipynb #9000944e
 def packed_sdpa(module: nn.Module,    # the attention layer that calls
                 query: Tensor, key: Tensor, value: Tensor, # [1, heads, tokens, head size]
-                attention_mask=None,  # not used: nothing is padded
+                attention_mask=None,  # must be None: nothing is padded
                 scaling: float | None = None, dropout: float = 0.0,
                 packed: Packed | None = None, where: Tensor | None = None, # the batch and `slots(packed)`
                 visible: Tensor | None = None, # [tokens] bool: keys that may be attended to, None for all
                 **kwargs,
                ) -> tuple:            # ([1, tokens, heads, head size], None)
     "Attention within each text of a packed row; registered with transformers as `packed_sdpa`."
-    refuse_unsupported(module, packed, kwargs)
+    refuse_unsupported(module, packed, kwargs | dict(attention_mask=attention_mask))
     rows = [spread(states[0].transpose(0, 1), packed, where).transpose(1, 2) for states in (query, key, value)]
     causal = looks_back(module, kwargs)
     mask = None if causal and visible is None else row_mask(packed, where, visible, causal)
@@ -75,6 +73,11 @@ def refuse_unsupported(module, packed, kwargs):
     if window and packed.longest > window:
         raise ValueError(f"{name}: a text of {packed.longest} tokens exceeds the sliding window of {window}; lower "
                          "max_length")
+    # transformers masks nothing for an attention that it does not know, so these are the model's own
+    if extra := [key for key in ("attention_mask", "position_bias", "s_aux", "sinks", "indices", "block_indices")
+                 if kwargs.get(key) is not None]:
+        raise ValueError(f"{name} gives its attention {extra[0]}, which {module.config._attn_implementation} would "
+                         "ignore; use attention=flash_attention_2 if the model supports it, or another model")
     if kwargs.get("softcap"):
         raise ValueError(f"{name} caps attention scores, which {module.config._attn_implementation} does not; use "
                          "attention=flash_attention_2")
@@ -84,7 +87,7 @@ def packed_varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
                   attention_mask=None, scaling: float | None = None, dropout: float = 0.0,
                   packed: Packed | None = None, **kwargs) -> tuple: # ([1, tokens, heads, head size], None)
     "The same with PyTorch's variable-length kernel; registered as `packed_varlen`."
-    refuse_unsupported(module, packed, kwargs)
+    refuse_unsupported(module, packed, kwargs | dict(attention_mask=attention_mask))
     if dropout:
         raise ValueError(f"{type(module).__name__} drops attention weights ({dropout}), which packed_varlen cannot; "
                          "use attention=packed_sdpa")
@@ -154,11 +157,6 @@ def installed_flash() -> list: # newest first
     return [f"flash_attention_{n}" for n, fit in fits.items() if fit and getattr(utils,
                                                                                  f"is_flash_attn_{n}_available")()]
 
-def has_varlen() -> bool:
-    "Whether PyTorch's own kernel is available in the form used here (since 2.11) and supports the GPU."
-    if torch.cuda.get_device_capability()[0] < 8 or not find_spec("torch.nn.attention.varlen"): return False
-    from torch.nn.attention.varlen import varlen_attn
-    return {"scale", "window_size"} <= set(signature(varlen_attn).parameters)
 
 # %% ../../nbs/models/01_attention.ipynb #e8af4073
 def usable_attention(precision: str = "auto",
@@ -167,7 +165,8 @@ def usable_attention(precision: str = "auto",
     "The attention implementations that can run here."
     half = wants_autocast(precision) or precision == "pure_bf16"
     if masks or not half or not on_gpu(): return ["packed_sdpa"]
-    return [*installed_flash(), *["packed_varlen"]*has_varlen(), "packed_sdpa"]
+    varlen = ["packed_varlen"]*(torch.cuda.get_device_capability()[0] >= 8)
+    return [*installed_flash(), *varlen, "packed_sdpa"]
 
 def choose_attention(attention: str = "auto", precision: str = "auto",
                      masks: bool = False) -> str: # masks: as for `usable_attention`; -> what transformers is told

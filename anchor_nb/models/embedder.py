@@ -6,14 +6,15 @@
 __all__ = ['on_disk', 'AnchorEmbedder', 'encode_packed', 'Replicas']
 
 # %% ../../nbs/models/10_embedder.ipynb #4f3e7313
-import copy
+import copy, warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Iterable, Literal, Self
 import numpy as np
 import torch
 from torch.nn import functional as F
-from ..data.prompts import Formatter, fit_layout
+from ..data.prompts import Formatter, fit_layout, stored_facts
+from ..data.tables import content_hash
 from .attention import choose_attention, has_bf16, on_gpu
 from .backbone import attach_adapter, compile_layers, load_backbone, run_packed, trunk_of
 from .engines import int8_linears, load_engine
@@ -24,9 +25,17 @@ from .pooling import needs_last_only, pack_texts, pool_states, pooling as poolin
 from .resolve import base_of, find_model
 
 # %% ../../nbs/models/10_embedder.ipynb #45e83fcc
+def check_base(folder: str, base: str): # base: as `base_of` gives it
+    "Warn where another model than an adapter was trained on may have taken its place."
+    trained_on, place = stored_facts(folder).get("inputs", {}).get("model", "").partition(" on ")[0], find_model(base)
+    if trained_on and Path(place).is_dir() and content_hash(place) != trained_on:
+        warnings.warn(f"{folder} was trained on {base}, which has changed since; unless its weights are the old ones, "
+                      "the vectors are wrong")
+
 def load_weights(folder: str, **how): # -> a causal language model
     "A model, or an adapter merged into its base."
     if not (base := base_of(folder)): return load_backbone(folder, **how)
+    check_base(folder, base)
     try: return attach_adapter(load_weights(find_model(base), **how), folder)
     except OSError as error:
         raise FileNotFoundError(f"{folder} is an adapter of {base!r}, which cannot be loaded: {error}") from None

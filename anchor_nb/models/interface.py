@@ -13,7 +13,7 @@ from typing import Any, Iterable, Literal, Required, TypedDict, Unpack, overload
 import numpy as np
 import torch
 from ..core.progress import progress, without_bars
-from ..data.prompts import save_layout
+from ..data.prompts import save_layout, stored_facts
 from .attention import is_causal
 from .inputs import Precision, as_rows, as_texts, beginning, in_precision, unboxed, whole_number
 from .packing import cut_by_tokens
@@ -156,7 +156,9 @@ class Saved(Comparing):
         with without_bars(): self.lm.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         facts = dict(prompts=self.prompts, normalize=self.normalize, bidirectional=not is_causal(self.lm.config))
-        usual = dict(prompts={}, normalize=True, bidirectional=False)
+        trained = [stored_facts(source) for source in getattr(self, "sources", ()) if Path(source).is_dir()]
+        facts["instructions"] = next((known["instructions"] for known in trained if "instructions" in known), {})
+        usual = dict(prompts={}, normalize=True, bidirectional=False, instructions={})
         save_layout(folder, self.formatter.layout, pooling=self.pooling, **{name: fact for name, fact in facts.items()
                                                                             if fact != usual[name]})
 

@@ -6,8 +6,7 @@
 __all__ = ['WHOLE_BEGINNING', 'KINDS', 'json_or_empty', 'kind_of', 'use_of', 'training_formatter']
 
 # %% ../../nbs/models/07_loading.ipynb #f6f49158
-import json
-import re
+import json, os, re
 from dataclasses import asdict, replace
 from pathlib import Path
 from ..core.recipe import Training
@@ -210,6 +209,7 @@ def use_of(path: str, pooling: str = "", max_length: int = 0, bidirectional: boo
         raise ValueError(f"bidirectional={bidirectional!r}; give True, False, or None for what the checkpoint says")
     sources = ([find_model(adapter)] if adapter else []) + [find_model(path)]
     tokenizer, facts = tokenizer_and_facts(sources, kind, bidirectional)
+    sources = [os.path.abspath(name) if os.path.isdir(name) else name for name in sources] # wherever one goes next
     layout, pooling = Layout(**facts["layout"]), pooling or facts.get("pooling", "eos")
     layout = fit_layout(replace(layout, max_length=max_length or layout.max_length), pooling)
     return sources, tokenizer, dict(layout=layout, pooling=pooling, bidirectional=facts.get("bidirectional"),
@@ -219,7 +219,10 @@ def use_of(path: str, pooling: str = "", max_length: int = 0, bidirectional: boo
 def training_formatter(folder: str, wanted: Training) -> Formatter: # folder: as `resolve_model` gives it
     "`load_formatter`, also for other libraries' checkpoints; ValueError if [EOS] is pooled and there is none."
     kinds = {kind_of(small_files(name)) for name in chain(folder)}
-    if kinds <= {"anchor_nb", "plain"} or wanted.template != "auto": return load_formatter(folder, wanted)
+    if kinds <= {"anchor_nb", "plain"} or wanted.template != "auto":
+        return load_formatter(folder, wanted, small_files(folder))
+    if not wanted.bidirectional and kinds & set(GRITLM): # whose configuration does not say so
+        raise ValueError(f"{folder} was trained with bidirectional attention; set bidirectional=true")
     tokenizer, facts = tokenizer_and_facts([folder], bidirectional=wanted.bidirectional)
     stored = Layout(**facts["layout"])
     layout = recipe_layout(tokenizer, stored, wanted)

@@ -57,14 +57,15 @@ def step_of(model: str, runs: list) -> int: # 0 before stage II and for a merged
 def label_of(rows: list, runs: list, ledger: Path | None = None) -> str: # ledger: its folder; empty: not scored
     "The label under which a ledger scored a run, the last one where there are several."
     if not runs: return ""
-    here = (runs[-1].folder/"run.json").resolve()
+    here, begun = (runs[-1].folder/"run.json").resolve(), runs[-1].manifest["starts"][0]
     moved_together = bool(ledger) and ledger.resolve() == here.parent.parent
     def is_here(manifest: Path) -> bool:
         stale = moved_together and not manifest.exists()
         return manifest.resolve() == here or (stale and manifest.parts[-2:] == here.parts[-2:])
     usual = (None, "", "auto", 0) # with fewer dimensions, say, it is another model
     as_it_is = lambda row: all(row.get(name) in usual and row.get(name) is not False for name in OPTIONS[2:])
-    labels = [row["label"] for row in rows if row.get("manifest") and is_here(Path(row["manifest"])) and as_it_is(row)]
+    of_this = lambda row: row["run"] == begun if row.get("run") else is_here(Path(row["manifest"]))
+    labels = [row["label"] for row in rows if row.get("manifest") and of_this(row) and as_it_is(row)]
     return labels[-1] if labels else ""
 
 # %% ../../nbs/release/04_card.ipynb #d59648a4

@@ -239,7 +239,9 @@ def version_of(engine: str, module: str) -> str: # empty: not installed
     if engine in PYTHONS:
         if not (python := python_of(engine)): return ""
         ask = "import sys; from importlib.metadata import *; print(version(packages_distributions()[sys.argv[1]][0]))"
-        return subprocess.run([python, "-c", ask, PYTHONS[engine][0]], capture_output=True, text=True).stdout.strip()
+        command = [python, "-c", ask, PYTHONS[engine][0]]
+        try: return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired): return ""
     if engine.startswith("transformers.js"):
         where, program = node_modules(), chromium() if "Chromium" in engine else shutil.which("node")
         package = Path(where)/"node_modules/@huggingface/transformers/package.json"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from .. import __version__
 from ..core.files import keep_apart, new_folder, saving, write_text
+from ..core.names import near_names
 from ..core.progress import without_bars
 from ..data.corpora import asked_in_training
 from ..data.prompts import (Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout,
@@ -51,6 +52,9 @@ def trained_instructions(facts: dict) -> dict: # facts: of a checkpoint; -> name
 
 def query_instruction(instructions: dict, query: str = "") -> str: # query: an instruction or its name; empty: choose
     "The default instruction for queries."
+    near = near_names(query, instructions) if query not in instructions and " " not in query else []
+    if near:
+        raise ValueError(f"query={query!r} is the name of no instruction; did you mean {' or '.join(near)}?")
     if query: return instructions.get(query, query)
     if "query" in instructions or not instructions: return instructions.get("query", "")
     usual = paper_instructions()["msmarco_passage"][0] # of several, that of web search if it is among them

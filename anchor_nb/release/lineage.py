@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/release/02_lineage.ipynb #72334e60
-import json
-import shlex
+import json, shlex, warnings
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from ..data.corpora import CORPORA
 from ..models.loading import json_or_empty
 from ..models.resolve import MODELS
+from ..runs.identity import model_content
 from ..runs.manifest import read_manifest
 
 # %% ../../nbs/release/02_lineage.ipynb #1e37159c
@@ -53,6 +53,12 @@ def merged_parts(model) -> list: # of dict(model, weight, ...); empty for a mode
     "The models that a merged model was made of."
     return json_or_empty(Path(model)/"merge.json").get("models", [])
 
+def is_still(place: Path, run: Run) -> bool: # place: of the model that the run started from
+    "Whether it has the content that the run read; without its weights, or a record, it is taken for it."
+    content = run.manifest.get("inputs", {}).get("model")
+    try: return not content or model_content(str(place)) in ("", content)
+    except FileNotFoundError: return True
+
 def lineage(model) -> list: # of `Run`, the earliest first; empty for a model without a manifest
     "The training runs behind a model."
     if parts := merged_parts(model):
@@ -61,7 +67,10 @@ def lineage(model) -> list: # of `Run`, the earliest first; empty for a model wi
     runs, folder = [], run_folder(model)
     while folder and folder not in [run.folder for run in runs]:
         runs.insert(0, finished(folder))
-        folder = next(filter(None, map(run_folder, candidates(runs[0].manifest["recipe"]["model"], folder))), None)
+        places = [place for place in candidates(runs[0].manifest["recipe"]["model"], folder) if run_folder(place)]
+        if places and not (same := [place for place in places if is_still(place, runs[0])]):
+            warnings.warn(f"{places[0]} is not the model that {folder} was trained from any more, and is left out")
+        folder = run_folder(same[0]) if places and same else None
     return runs
 
 # %% ../../nbs/release/02_lineage.ipynb #5b37203f

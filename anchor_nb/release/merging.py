@@ -140,6 +140,8 @@ def write_use(folders: list, target: Path):
     facts = next(filter(None, (stored_facts(str(folder)) for folder in folders)), None)
     if not facts: return
     used = {key: facts[key] for key in USE if key in facts}
+    asked = [known["instructions"] for folder in folders if "instructions" in (known := stored_facts(str(folder)))]
+    if asked and all(known == asked[0] for known in asked): used["instructions"] = asked[0]
     write_text(target/LAYOUT_FILE, json.dumps(used, indent=1, ensure_ascii=False) + "\n")
 
 # %% ../../nbs/release/01_merging.ipynb #622f1caf

@@ -154,9 +154,11 @@ def find_corpus(corpus: str,        # what `search.open_index` takes, one of `CO
     if not splits_of(path) or not texts_file(path, "queries"): return Corpus(str(path), path.stem)
     task = read_retrieval(Path(f"{path}:{split}") if split else path, columns)
     short = [text for text in task.queries.values() if len(text) <= LONGEST]
-    judged = tuple((task.queries[key], frozenset(relevant(grades))) for key, grades in task.qrels.items())
+    judged = {} # several queries may have one text
+    for key, grades in task.qrels.items(): judged.setdefault(task.queries[key], set()).update(relevant(grades))
     examples = short[::max(1, len(short)//EXAMPLES)][:EXAMPLES]
-    return Corpus(str(path), task.name, task.instruction, tuple(examples), judged)
+    return Corpus(str(path), task.name, task.instruction, tuple(examples),
+                  tuple((text, frozenset(ids)) for text, ids in judged.items()))
 
 # %% ../../nbs/release/06_serving.ipynb #fe94d9c4
 def ranks(scores: np.ndarray) -> tuple: # [texts] -> ([texts] rows, best first; [texts] rank of each row, from 1)
@@ -382,7 +384,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     places = [keep and check_keep(str(Path(keep)/name.replace("/", "-"))) for name in names]
     weights = [bm25_weight(folder) if bm25 is None else bm25 for folder in folders]
     embedders = [AnchorEmbedder.from_pretrained(folder, **how) for folder in folders] # before a corpus is encoded
-    rankers = []
+    rankers, columns = [], {ours: theirs for ours, theirs in columns.items() if ours != "query"} # a set's queries
     for name, folder, place, weight, embedder in zip(names, folders, places, weights, embedders):
         index = open_index(embedder, corpus.path, place, show_progress_bar=True, columns=columns)
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,

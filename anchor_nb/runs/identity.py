@@ -13,6 +13,7 @@ from .. import __version__
 from ..data.shards import is_address, name_of_address
 from ..data.tables import content_hash, find_sources, is_mixture, mixture
 from ..data.retrieval_sets import split_off
+from ..core.names import code_file
 from ..core.settings import identity
 from ..core.redaction import without_secrets
 
@@ -53,6 +54,7 @@ CONTENT = dict(
     model=model_content,
     run=run_content,
     files=files_content,
+    code=lambda name: content_at(code_file(name)),
     instructions=lambda path: "" if path in NAMES else content_at(path))
 
 # %% ../../nbs/runs/05_identity.ipynb #b6f4e320
@@ -68,7 +70,9 @@ def inputs_of(recipe) -> dict: # address such as ("models", "ours") -> (kind of 
         elif isinstance(value, (list, tuple)):
             for number, entry in enumerate(value): walk((*address, number), kind, entry)
     for f in fields(recipe):
-        if f.metadata["reads"]: walk((f.name,), f.metadata["reads"], getattr(recipe, f.name))
+        kind, value = f.metadata["reads"], getattr(recipe, f.name)
+        if kind == "code": inputs |= {(f.name, f"code of {name}"): (kind, name) for name in value if ":" in name}
+        elif kind: walk((f.name,), kind, value)
     return inputs
 
 # %% ../../nbs/runs/05_identity.ipynb #53be50b4

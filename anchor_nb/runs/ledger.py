@@ -93,17 +93,22 @@ def frame(path: Path, # a ledger
 # %% ../../nbs/runs/03_ledger.ipynb #b57c8e03
 def of_last_models(rows: list) -> list: # of rows of a ledger; in their order
     "The rows of the models that each label stands for: the last one, or of the last experiment one a training seed."
-    run = lambda row: (row["label"], row.get("manifest"))
-    sweeps = {run(row): row["experiment"] for row in rows if row.get("experiment")}
-    experiment = lambda row: row.get("experiment") or sweeps.get(run(row)) # also of what was scored outside the sweep
+    # `run`: when its training began, which also tells a folder that is named otherwise from one that was trained anew
+    named = lambda row: [(row["label"], row[name]) for name in ("run", "manifest") if row.get(name)]
+    sweeps = {name: row["experiment"] for row in rows if row.get("experiment") for name in named(row)}
+    # also of what was scored outside the sweep
+    experiment = lambda row: row.get("experiment") or next(filter(None, map(sweeps.get, named(row))), None)
     newest = {row["label"]: experiment(row) for row in rows if row.get("manifest")}
     rows = [row for row in rows if not row.get("manifest") or experiment(row) == newest[row["label"]]]
-    source, sources = lambda row: (row.get("training_seed"), row.get("manifest")), {} # sources: label -> models
+    source, sources = lambda row: tuple(map(row.get, ("training_seed", "manifest", "run"))), {} # label -> models
+    def may_stand_beside(newer, older):
+        (taken, place, start), (seed, manifest, begun) = newer, older
+        if not manifest and not place: return True
+        if begun == start if begun and start else manifest == place: return seed == taken
+        return manifest != place and seed != taken and None not in (seed, taken)
     for row in reversed(rows):
-        (seed, manifest), newer = source(row), sources.setdefault(row["label"], set())
-        if all(not manifest or seed == taken if other == manifest else seed != taken and None not in (seed, taken)
-               for taken, other in newer):
-            newer.add((seed, manifest))
+        later = sources.setdefault(row["label"], set())
+        if all(may_stand_beside(model, source(row)) for model in later): later.add(source(row))
     return [row for row in rows if source(row) in sources[row["label"]]]
 
 # %% ../../nbs/runs/03_ledger.ipynb #fcd2b340

@@ -23,9 +23,10 @@ from ..data.tables import RowTable, content_hash, find_sources
 from ..losses.carry import GROUP
 from ..losses.contrastive import sizes_of
 from ..losses.distillation import check_scale
+from ..losses.objectives import is_own, own_objective
 from ..models.attention import choose_attention, is_causal
 from ..models.backbone import check_causal
-from ..models.loading import training_formatter
+from ..models.loading import small_files, training_formatter
 from ..models.resolve import start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
 from ..runs.identity import engine_of, inputs_beside, settings_of
@@ -37,7 +38,8 @@ def check_use(resolved):
     how, name = resolved.recipe, resolved.name
     if not how.bidirectional and not is_causal(resolved.config):
         raise ValueError(f"{name} was trained with bidirectional attention; set bidirectional=true")
-    if (before := stored_facts(resolved.model).get("pooling", how.pooling)) != how.pooling:
+    for objective in filter(is_own, getattr(how, "objectives", ())): own_objective(objective, how, resolved.formatter)
+    if (before := stored_facts(small_files(resolved.model)).get("pooling", how.pooling)) != how.pooling:
         warnings.warn(f"{name} was trained with pooling={before}, and this run takes pooling={how.pooling}")
 
 # %% ../../nbs/training/08_inputs.ipynb #f20bf2e3
@@ -94,7 +96,7 @@ def check_contrast(rules: Stage2, used: dict, names: list, instructions): # used
                              "set distillation=none")
         for name, table in used.items():
             check_scale(name, *range_of_scores(table), rules.teacher_temperature, rules.temperature)
-    asked = lambda name: bool((instructions or {}).get(name)) or any(used[name]["instruction"])
+    asked = lambda name: any((instructions or {}).get(name) or ()) or any(used[name]["instruction"])
     if rules.few_shot and not any(map(asked, used)):
         raise ValueError("few_shot needs queries with instructions, and no row or dataset has one; set instructions to "
                          "corpora or to a YAML file")
@@ -196,6 +198,9 @@ class Inputs(Resolved):
         self.apply_preset()
         check_rows(self)
         self.measured = measured_pairs(self, whole, kept) if self.stage == "stage1" else ([], True)
+        if getattr(recipe, "until_carried", 0) and not self.measured[1]:
+            raise ValueError("until_carried would stop on pairs that are trained on, since the run draws all of them; "
+                             "set held_out=64, or fewer steps")
 
     def apply_preset(self):
         "Settle what the preset decides, and which rows each step draws."
@@ -223,6 +228,8 @@ def instructions_given(tables: dict, table: dict | None) -> dict: # table: datas
     given = {}
     for name, rows in looked_through(tables).items():
         written = set() if table is None else values_in(rows, "instruction")
+        whole = tables[name]
+        if isinstance(whole, Stream) and len(whole) > len(rows): written.add("") # its other rows may have none
         usual = ((table or {}).get(name) or [""]) if "" in written or not written else []
         given[name] = list(dict.fromkeys([*sorted(written - {""}), *usual]))[:MOST]
     return given

@@ -65,13 +65,15 @@ def measure_pairs(data: str, model: str, sample: int = 300) -> Pairs: # data, mo
     "Count the rows of a folder, file or dataset, and measure some of them."
     from anchor_nb.data.prompts import load_formatter
     from anchor_nb.data.rows import load_pairs
+    from anchor_nb.models.loading import small_files
     from anchor_nb.models.resolve import is_here, start_of
     tables = load_pairs(data)
     total = sum(map(len, tables.values()))
     rows = [row for table in tables.values() for row in table.select(range(0, len(table), -(-total//sample)))]
     texts = dict(query=[row["query"] for row in rows], document=[row["positives"][0] for row in rows])
     if is_here(model):
-        formatter = load_formatter(start_of(model))
+        start = start_of(model)
+        formatter = load_formatter(start, small=small_files(start))
         count = lambda texts: [len(tokens.ids) for tokens in formatter(texts, [""]*len(texts))]
     else: count = lambda texts: [len(text)/4 for text in texts]
     mean = {side: sum(count(side_texts))/len(rows) for side, side_texts in texts.items()}

@@ -213,7 +213,8 @@ def forecast(module, steps: Steps, config, # of the model, from transformers
             ) -> Forecast:
     "Measure this machine on the run's own texts, without changing anything; every rank must call it."
     sample, share = sample_steps(steps, global_batch), global_batch//setup.processes
-    peak = largest_piece(sample, -(-global_batch//setup.processes), budget, checkpointing and setup.stage == "stage2")
+    whole = checkpointing and setup.stage == "stage2" and not steps.step.shrunk
+    peak = largest_piece(sample, -(-global_batch//setup.processes), budget, whole)
     steps.step.largest = peak # what `halving` halves if memory runs out here or in the first step
     free = free_memory(str(device))/(1 if device.type == "cuda" else setup.processes) # processes on a CPU share it
     room = free + held_memory(device)
@@ -225,7 +226,7 @@ def forecast(module, steps: Steps, config, # of the model, from transformers
     known = dict(steps=steps.last - steps.first, tokens=tokens, bytes=size, free=room, lengths=tuple(sample.lengths))
     if not rate: return Forecast(step_seconds=0.0, why=why, **known)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    pieces = -(-sum(sample.lengths)*share//sample.pairs//budget) if setup.stage == "stage2" and not checkpointing else 1
+    pieces = -(-sum(sample.lengths)*share//sample.pairs//budget) if setup.stage == "stage2" and not whole else 1
     seconds = step_time(tokens, rate, max(1, pieces), setup.rank > 0, trained/optimizer_rate(device))
     return Forecast(step_seconds=of_first_rank(seconds), **known)
 

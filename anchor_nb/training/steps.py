@@ -17,7 +17,7 @@ from ..core.distributed import all_reduce, world
 from ..core.recipe import Stage1, Stage2
 from ..losses.infonce import cached_step, contrastive_batch
 from ..losses.contrastive import contrastive_objective
-from ..losses.negatives import Guide, format_examples
+from ..losses.negatives import Guide, format_examples, format_known
 from ..losses.objectives import make_objectives, prepare_all, run_objectives, to_device
 
 # %% ../../nbs/training/04_steps.ipynb #65f5efbc
@@ -58,6 +58,8 @@ class ReconstructionStep:
 # %% ../../nbs/training/04_steps.ipynb #f8c24d35
 class ContrastiveStep:
     "Stage II: examples to texts, texts to loss and gradient."
+    shrunk = False # after memory ran out, a step is cut though activations are checkpointed
+
     def __init__(self, rules: Stage2, formatter: Formatter, budget: int): # budget: tokens of a piece
         self.formatter, self.budget, self.rules = formatter, budget, rules
         self.negatives, self.few_shot = rules.negatives, rules.few_shot
@@ -69,7 +71,8 @@ class ContrastiveStep:
         teacher = None if self.rules.distillation == "none" else [list(e.scores) for e in examples]
         batch = contrastive_batch(format_examples(self.formatter, examples, asking), self.negatives,
                                   most=-(-self.rules.global_batch//world()[1]),
-                                  in_batch=dataset not in self.rules.without_in_batch, step=number, teacher=teacher)
+                                  in_batch=dataset not in self.rules.without_in_batch, step=number, teacher=teacher,
+                                  known=format_known(self.formatter, examples, self.rules.both_directions))
         return batch._replace(guide=self.guide.texts(examples)) if self.guide else batch
 
     def run(self, model, batch, backward, sync, device) -> dict: # facts to log, the same on every rank
@@ -77,7 +80,7 @@ class ContrastiveStep:
         lengths = [len(text.ids) for text in batch.texts]
         cut, empty = same_pieces(lengths, self.budget, device)
         self.largest = max(sum(lengths[n] for n in piece) for piece in cut)
-        if len(cut) > 1 and is_checkpointed(model):
+        if len(cut) > 1 and is_checkpointed(model) and not self.shrunk:
             raise ValueError(f"activations are checkpointed, and this batch of {sum(lengths)} tokens needs {len(cut)} "
                              f"pieces of {self.budget}: checkpointing and GradCache would both recompute it; use "
                              "gradient_checkpointing=never, or raise micro_tokens")

@@ -98,6 +98,8 @@ def training_arguments(recipe: Training) -> TrainingArguments:
         ddp_backend="gloo" if not gpu and "WORLD_SIZE" in os.environ else None)
     # or one process with several GPUs would wrap the model in DataParallel, which cuts through packed texts
     args._n_gpu = min(args.n_gpu, 1)
+    # what the recipe says, whatever ACCELERATE_MIXED_PRECISION does
+    args.mixed_precision = "bf16" if args.bf16 else "no"
     return args
 
 # %% ../../nbs/training/09_trainer.ipynb #a6846663
@@ -190,7 +192,9 @@ def make_step(inputs: Inputs, plan, out: Path):
     fewer = f"; {budget} tokens after memory ran out"*(budget < plan.micro_tokens)
     why = plan.why.partition("; ")[0] if plan.peak_bytes else plan.why # the forecast says what memory to expect
     if world()[0] == 0: print(why + fewer, flush=True)
-    return STEPS[inputs.stage](inputs.recipe, inputs.formatter, budget)
+    step = STEPS[inputs.stage](inputs.recipe, inputs.formatter, budget)
+    step.shrunk = budget < plan.micro_tokens
+    return step
 
 # %% ../../nbs/training/09_trainer.ipynb #25cb0deb
 class KeptRows(WholeCheckpoints):
@@ -218,9 +222,7 @@ class AnchorTrainer(KeptRows):
         recipe, first = inputs.recipe, number_of(checkpoint) if checkpoint else 0
         out, self.plan = Path(recipe.out), of_first_rank(planned(inputs, str(args.device), args.world_size))
         self.step = make_step(inputs, self.plan, out)
-        # a smaller budget cuts stage II in pieces, and GradCache recomputes already
-        cached = inputs.stage == "stage2" and self.step.budget < self.plan.micro_tokens
-        module = build_model(inputs, checkpoint, self.plan.gradient_checkpointing and not cached)
+        module = build_model(inputs, checkpoint, self.plan.gradient_checkpointing)
         if inputs.recipe.sharding == "fsdp2": shard(module)
         steps = Steps(inputs.tables, inputs.batches, inputs.instructions, self.step, first, recipe.steps)
         super().__init__(module, args, train_dataset=steps)

@@ -144,3 +144,10 @@ def test_without_instructions_documents_have_none_either():
                positive_scores=[], negative_scores=[])
     given = [examples(RowTable([row]), Batch("toy", np.array([0]), 0), instructions)[0] for instructions in (None, {})]
     assert [(one.instruction, one.document_instruction) for one in given] == [("", ""), ("Find it", "Represent it")]
+
+
+def test_two_objects_on_one_line_beside_one_on_two_lines_are_refused_by_both_readers(tmp_path):
+    one = '{"query": "q", "positive": "p"}'
+    path = tmp_path/"rows.jsonl"
+    path.write_text(f'{one} {one}\n{one[:16]}\n{one[16:]}\n{one}\n')
+    with pytest.raises(ValueError, match="line 1"): load_pairs(find_sources(str(path)))

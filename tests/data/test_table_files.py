@@ -269,3 +269,53 @@ def test_texts_beside_an_archive_are_searched(tmp_path):
 def test_a_table_named_corpus_without_queries_is_one_of_several(tmp_path):
     for name in ("corpus.csv", "faq.csv"): (tmp_path/name).write_text("text\nold\n")
     assert [Path(source).name for source in corpus_sources(str(tmp_path))] == ["corpus.csv", "faq.csv"]
+
+
+def test_texts_in_folders_beside_a_table_are_named(tmp_path):
+    (tmp_path/"handbook").mkdir()
+    (tmp_path/"handbook/one.md").write_text("# One\n\nA text.")
+    (tmp_path/".drafts").mkdir()
+    (tmp_path/".drafts/two.md").write_text("# Two\n\nA text.")
+    (tmp_path/"faq.csv").write_text("text\nan answer\n")
+    with pytest.warns(UserWarning, match=r"not handbook/one\.md; to read"): corpus_sources(str(tmp_path))
+
+
+def test_a_workbook_that_its_reader_stumbles_on_is_left_out(tmp_path, monkeypatch):
+    pytest.importorskip("openpyxl")
+    monkeypatch.setattr(pandas, "read_excel", lambda *_, **__: exec("raise TypeError('expected Fill')"))
+    (tmp_path/"odd.xlsx").write_bytes(b"PK")
+    (tmp_path/"good.md").write_text("# Good\n\nA text.")
+    found, skipped = documents.read_documents(str(tmp_path))
+    assert [document.id for document in found] == ["good.md"] and "(TypeError)" in skipped["odd.xlsx"]
+
+
+def test_what_datasets_caches_beside_a_table_is_no_part_of_it(tmp_path):
+    datasets.Dataset.from_list([dict(query="q", positive="p")]).save_to_disk(tmp_path/"saved")
+    before = content_at(str(tmp_path/"saved"))
+    (tmp_path/"saved/cache-0a1b.arrow").write_bytes(b"x")
+    assert content_at(str(tmp_path/"saved")) == before
+    (tmp_path/"saved/more.arrow").write_bytes(b"x")
+    assert content_at(str(tmp_path/"saved")) != before
+
+
+def test_shards_of_one_dataset_are_named(tmp_path):
+    (tmp_path/"snap/data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        pandas.DataFrame(dict(query=["q"], positive=["p"])).to_parquet(tmp_path/f"snap/data/{name}.parquet")
+    with pytest.raises(FileNotFoundError, match=r"but .*snap/data does; give that folder"):
+        find_sources(str(tmp_path/"snap"))
+    with pytest.warns(UserWarning) as told: find_sources(str(tmp_path/"snap/data"))
+    said = " ".join(str(warning.message) for warning in told)
+    assert "trained on as two; its address is file://" in said and "test-00000-of-00001 will be read" in said
+    address = f"file://{(tmp_path/'snap/data').resolve()}/train-*.parquet"
+    assert address in said and len(load_pairs(address)) == 1
+
+
+@pytest.mark.parametrize("page, expected", [
+    ("<nav>menu<h1>A</h1><p>all that follows", "all that follows"),
+    ("<title>Top<h1>A</h1><p>body text</p>", "body text"),
+    ("<title>Top</title><nav>menu</nav><svg><path></svg><p>body text</p>", "body text")])
+def test_a_page_with_an_element_that_is_never_closed_keeps_its_text(page, expected):
+    found = documents.from_html("page", page)
+    assert expected in " ".join(text for _, text in found.sections), found
+    assert found.title in ("Top", "A")

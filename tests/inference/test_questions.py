@@ -8,6 +8,7 @@ import pytest
 
 from anchor_nb.data.documents import Document, passages_of
 from anchor_nb.inference import questions
+from anchor_nb.inference.own_pairs import match_pairs
 from anchor_nb.inference.questions import ask, link_pairs
 
 
@@ -91,3 +92,13 @@ def test_links_that_are_no_address_are_left_out():
         Document("b.md", "B", [("", "The second document tells of bread and of ovens.")], ())]
     passages, _ = passages_of(documents, 50)
     assert [query for query, _ in link_pairs(documents, passages)] == ["the second document"]
+
+
+def test_names_with_accents_are_found_however_they_are_written():
+    "A Mac's file system parts letter and accent; people type them as one."
+    parted, typed = "U\u0308ber 1.md", "\u00dcber 1.md"
+    documents = [Document(parted, "", [("", "Cats sleep a lot in this house.")], ()),
+                 Document("index.md", "", [("", "See there.")], (("where the cats sleep", typed),))]
+    passages, _ = passages_of(documents)
+    assert match_pairs([dict(query="who sleeps?", positives=[typed])], passages) == ([("who sleeps?", 0)], [])
+    assert link_pairs(documents, passages) == [("where the cats sleep", 0)]

@@ -33,11 +33,15 @@ def text(*content): return Tokens([2, *content, 1], 1, 1 + len(content))
 
 
 def made(count: int, seed: int):
-    "Examples with few different texts, so some are false negatives; 0 to 2 hard negatives; scores for some queries."
+    """Examples with few different texts, so some are false negatives; 0 to 2 hard negatives; scores for some queries;
+    further positives of some, and further queries of theirs."""
     draw = random.Random(seed)
     some = lambda: text(*[draw.randrange(5, 9) for _ in range(draw.randint(1, 3))])
     examples = [(some(), some(), [some() for _ in range(draw.randint(0, 2))]) for _ in range(count)]
-    return examples, [[draw.gauss(0, 3) for _ in range(1 + len(e[2]))] if draw.random() < 0.7 else [] for e in examples]
+    known = [([some() for _ in range(draw.choice([0, 0, 2]))], [some() for _ in range(draw.choice([0, 1]))])
+             for _ in examples]
+    return (examples, [[draw.gauss(0, 3) for _ in range(1 + len(e[2]))] if draw.random() < 0.7 else []
+                       for e in examples], known)
 
 
 def inputs(texts: list, width: int, kind: int) -> torch.Tensor:
@@ -63,10 +67,10 @@ def results(shares, rank=0, ranks=1):
     found = {}
     for name, changes in RULES.items():
         for in_batch in (True, False):
-            examples, teacher = shares[rank]
+            examples, teacher, known = shares[rank]
             weight = start_weight()
             loss, facts = value(weight, examples, teacher, ContrastiveRules(**changes),
-                                most=max(len(s[0]) for s in shares), in_batch=in_batch)
+                                most=max(len(s[0]) for s in shares), in_batch=in_batch, known=known)
             loss.backward()
             # between equal texts, the first is the best
             if not changes.get("mask_false_negatives", True): del facts["accuracy"]
@@ -86,14 +90,15 @@ def worker(rank, ranks, shares, folder):
 
 def test_ranks_change_nothing(tmp_path, sizes=(2, 2, 1)):
     "Uneven shares, uneven negatives, scores on some ranks only: loss, gradient and log are those of one process."
-    examples, teacher = made(5, seed=1)
+    examples, teacher, known = made(5, seed=1)
+    assert any(others for others, _ in known) and any(askers for _, askers in known)
     examples = [(q, p, [examples[0][0]] + found[:1]) for q, p, found in examples]
     # one on the first rank, two on the second, none on the last
     teacher = [[float(n), 1.0, -float(n)][:1 + len(e[2])] if n in (0, 2, 3) else [] for n, e in enumerate(examples)]
     ends = [sum(sizes[:k + 1]) for k in range(len(sizes))]
-    shares = [(examples[end - size:end], teacher[end - size:end]) for size, end in zip(sizes, ends)]
+    shares = [[part[end - size:end] for part in (examples, teacher, known)] for size, end in zip(sizes, ends)]
     torch.multiprocessing.spawn(worker, (len(sizes), shares, tmp_path), len(sizes))
-    many, one = torch.load(tmp_path/"found.pt"), results([(examples, teacher)])
+    many, one = torch.load(tmp_path/"found.pt"), results([(examples, teacher, known)])
     assert many.keys() == one.keys()
     for name, (gradient, facts) in one.items():
         torch.testing.assert_close(many[name][0], gradient, rtol=1e-9, atol=1e-12, msg=str(name))
@@ -108,13 +113,13 @@ batches = given(count=st.integers(2, 7), seed=st.integers(0, 10**6), in_batch=st
 @batches
 def test_order_padding_and_lengths_change_nothing(name, count, seed, in_batch):
     "The loss of examples in another order, with room for more, and with embeddings of other lengths."
-    examples, teacher = made(count, seed)
+    examples, teacher, known = made(count, seed)
     rules, weight = ContrastiveRules(**RULES[name]), start_weight().detach()
-    loss, facts = value(weight, examples, teacher, rules, in_batch=in_batch)
+    loss, facts = value(weight, examples, teacher, rules, in_batch=in_batch, known=known)
     assert loss.isfinite()
     order = random.Random(seed).sample(range(count), count)
     again, others = value(7*weight, [examples[n] for n in order], [teacher[n] for n in order], rules, most=count + 3,
-                          in_batch=in_batch)
+                          in_batch=in_batch, known=[known[n] for n in order])
     # between equal texts, the first is the best
     if not rules.mask_false_negatives: others["accuracy"] = facts["accuracy"]
     assert {k: v.item() for k, v in others.items()} == pytest.approx({k: v.item() for k, v in facts.items()}, rel=1e-9,
@@ -126,7 +131,7 @@ def test_order_padding_and_lengths_change_nothing(name, count, seed, in_batch):
 @batches
 def test_variants_that_must_be_the_plain_loss(count, seed, in_batch):
     "A margin beyond all cosines, and a regulariser of no weight."
-    examples, teacher = made(count, seed)
+    examples, teacher, _ = made(count, seed)
     value_of = lambda **rules: value(start_weight().detach(), examples, teacher, ContrastiveRules(**rules),
                                      in_batch=in_batch)[0].item()
     for rules in (dict(margin="absolute", margin_size=-2.1), dict(sigreg=0.0)):
@@ -137,7 +142,7 @@ def test_variants_that_must_be_the_plain_loss(count, seed, in_batch):
 @given(count=st.integers(2, 7), seed=st.integers(0, 10**6), size=st.floats(-0.5, 1.5))
 def test_a_wider_margin_masks_more_and_never_the_positive(count, seed, size):
     "The loss can only fall, the count only grow, and with everything masked there is nothing to learn."
-    examples, _ = made(count, seed)
+    examples, *_ = made(count, seed)
     found = [value(start_weight().detach(), examples, None, ContrastiveRules(margin="absolute", margin_size=s,
                                                                              mask_false_negatives=False))
              for s in (size, size + 0.3, 2.1)]
@@ -147,7 +152,7 @@ def test_a_wider_margin_masks_more_and_never_the_positive(count, seed, size):
 
 
 def test_directions_of_the_regulariser_are_those_of_the_step():
-    examples, _ = made(4, 0)
+    examples, *_ = made(4, 0)
     batch = contrastive_batch(examples, 2)
     states, rules = inputs(batch.texts, SEEN, 0), ContrastiveRules(sigreg=1.0)
     at = lambda step: contrastive_objective(states, batch._replace(step=step), rules)[0].item()

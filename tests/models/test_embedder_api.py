@@ -1,5 +1,6 @@
 """The embedder as users of sentence-transformers call it, and search on top: any text, no faiss, a full disk."""
 import inspect
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from anchor_nb.models.interface import Options
 from anchor_nb.models.interface import TextEncoder
 from anchor_nb.release.export import load_for_export
 from anchor_nb.models.inputs import as_texts, in_precision
-from anchor_nb.inference.search import Hit, Index, open_index, search
+from anchor_nb.inference.search import Hit, Index, open_index, search, search_corpus
 
 TEXTS = ["a cat sleeps", "the river floods in spring " * 9, "", "x", "a cat sleeps"]
 PROMPTS = {"query": "question: ", "sts": "compare these:\n", "document": ""}
@@ -378,3 +379,45 @@ def test_hits_are_cosines_for_checkpoints_that_do_not_normalise(embedder):
                                                        TEXTS).search("x", 5)
     assert isinstance(Index(plain, TEXTS).search("x", 1)[0], Hit) and abs(Index(plain,
                                                                                 ["x"]).search("x")[0].score - 1) < 1e-5
+
+
+def test_a_model_by_a_relative_path_is_itself_elsewhere(tmp_path, monkeypatch):
+    from anchor_nb.inference.corpus_encoding import loaded as identity_of
+    AnchorEmbedder.from_pretrained("tiny").save_pretrained(tmp_path/"here/model")
+    monkeypatch.chdir(tmp_path/"here")
+    loaded = AnchorEmbedder.from_pretrained("model")
+    before = identity_of(loaded)
+    monkeypatch.chdir(tmp_path)
+    assert identity_of(loaded) == before and repr(loaded).startswith("AnchorEmbedder('model'")
+
+
+def test_what_is_saved_again_keeps_what_its_queries_were_asked_with(tmp_path):
+    from anchor_nb.data.prompts import save_layout, stored_facts
+    AnchorEmbedder.from_pretrained("tiny").save_pretrained(tmp_path/"trained")
+    asked = dict(nq=["Find the answer"])
+    save_layout(tmp_path/"trained", AnchorEmbedder.from_pretrained("tiny").formatter.layout, pooling="eos",
+                instructions=asked)
+    AnchorEmbedder.from_pretrained(tmp_path/"trained").save_pretrained(tmp_path/"again")
+    assert stored_facts(tmp_path/"again")["instructions"] == asked
+    assert searching.trained_instruction(str(tmp_path/"again")) == "Find the answer"
+
+
+def test_an_instruction_does_not_run_into_the_query_of_a_model_that_takes_none(tmp_path):
+    from anchor_nb.data.prompts import save_layout
+    plain = AnchorEmbedder.from_pretrained("tiny")
+    plain.save_pretrained(tmp_path/"glues")
+    save_layout(tmp_path/"glues", replace(plain.formatter.layout, instruction_format="{instruction}{text}"))
+    (tmp_path/"docs.jsonl").write_text("".join(json.dumps(dict(_id=str(n), text=text)) + "\n"
+                                               for n, text in enumerate(TEXTS) if text))
+    find = lambda **how: search_corpus(str(tmp_path/"glues"), str(tmp_path/"docs.jsonl"), ["a cat"], **how)
+    with pytest.warns(UserWarning, match="takes no instructions"): found = find(instruction="Find the animals")
+    assert found == find()
+
+
+def test_a_copy_on_a_device_keeps_budget_and_origin(embedder):
+    few = AnchorEmbedder(embedder.lm, embedder.formatter, micro_tokens=77, sources=embedder.sources)
+    moved = few.to("cpu")
+    assert (moved.asked_tokens, moved.micro_tokens, moved.read_from, moved.sources) == (
+        77, 77, few.read_from, few.sources)
+    whole = AnchorEmbedder.from_pretrained("tiny", precision="int8")
+    with pytest.raises(ValueError, match="int8 runs on a CPU"): whole.to("meta")

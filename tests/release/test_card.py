@@ -362,3 +362,33 @@ def test_what_adapt_knows_stays_with_a_model_that_is_exported_again(tmp_path):
         for text in ((tmp_path/place/"README.md").read_text(), card.model_card(str(tmp_path/place))):
             assert all(words in text for words in told.values()) and "as loaded by" not in text
     assert "vllm serve 'and again' " in (tmp_path/"and again/README.md").read_text()
+
+
+def test_a_run_that_was_trained_again_does_not_show_the_old_scores(runs):
+    found = lineage(runs/"anchor")
+    row = dict(label="mine", manifest=str(runs/"anchor/run.json"))
+    begun = found[-1].manifest["starts"][0]
+    assert card.label_of([row], found) == card.label_of([dict(row, run=begun)], found) == "mine"
+    assert card.label_of([dict(row, run="2026-01-01")], found) == ""
+    assert card.label_of([dict(row, run=begun, manifest="elsewhere/anchor/run.json")], found) == "mine"
+
+
+def test_another_model_in_the_place_of_the_first_stage_is_not_its_parent(runs, tmp_path):
+    shutil.copytree(runs, tmp_path/"runs")
+    assert [run.folder.name for run in lineage(tmp_path/"runs/anchor")] == ["stage1", "anchor"]
+    there = json.loads((tmp_path/"runs/anchor/run.json").read_text())
+    there["inputs"]["model"], there["recipe"]["model"] = "0"*64, str(tmp_path/"runs/stage1/model")
+    (tmp_path/"runs/anchor/run.json").write_text(json.dumps(there))
+    with pytest.warns(UserWarning, match="is not the model that .*anchor was trained from any more"):
+        assert [run.folder.name for run in lineage(tmp_path/"runs/anchor")] == ["anchor"]
+
+
+def test_an_adapter_on_a_base_that_has_changed_warns(runs, tmp_path):
+    from anchor_nb.models.embedder import AnchorEmbedder
+    train_run(recipe(Stage2, tmp_path/"second", steps=2, snapshot_steps=1, model=str(runs/"stage1/model")))
+    snapshot = tmp_path/"second/snapshots/step-1"
+    assert AnchorEmbedder.from_pretrained(snapshot).dimension
+    facts = json.loads((snapshot/"anchor_nb.json").read_text())
+    facts["inputs"]["model"] = "0"*64
+    (snapshot/"anchor_nb.json").write_text(json.dumps(facts))
+    with pytest.warns(UserWarning, match="which has changed since"): AnchorEmbedder.from_pretrained(snapshot)

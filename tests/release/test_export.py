@@ -387,3 +387,11 @@ def test_a_check_notices(tmp_path):
     assert spoil("sentence_bert_config.json", max_seq_length=32)["other_tokens"] > 0
     assert spoil("config_sentence_transformers.json", prompts=dict(query="Find: ", document=""))["queries"] > 1e-3
     assert not spoil("config.json", rope_theta=5e5, rope_parameters=dict(rope_theta=5e5, rope_type="default"))["same"]
+
+
+def test_a_misspelt_name_of_an_instruction_is_not_one():
+    from anchor_nb.release.export import query_instruction
+    known = dict(msmarco_passage="Given a question, find its answer", nq="Find it")
+    with pytest.raises(ValueError, match="is the name of no instruction; did you mean msmarco_passage"):
+        query_instruction(known, "msmarco")
+    assert query_instruction(known, "nq") == "Find it" and query_instruction(known, "query:") == "query:"

@@ -452,3 +452,15 @@ def test_a_split_and_the_names_of_columns_reach_the_judgements(tmp_path):
     with pytest.raises(ValueError, match="dev"): find_corpus(str(tmp_path), columns)
     served = find_corpus(f"{tmp_path}:dev", columns)
     assert (served.path, served.judged) == (str(tmp_path), (("Who sleeps?", frozenset("1")),))
+
+
+def test_the_column_of_queries_is_no_concern_of_the_corpus(tmp_path):
+    (tmp_path/"qrels").mkdir()
+    (tmp_path/"corpus.jsonl").write_text("".join(f'{{"_id": "{n}", "inhalt": "A cat sleeps."}}\n' for n in "ab"))
+    (tmp_path/"queries.jsonl").write_text("".join(f'{{"_id": "{n}", "frage": "Who sleeps?"}}\n' for n in "qr"))
+    (tmp_path/"qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\nr\tb\t1\n")
+    columns = dict(text="inhalt", query="frage")
+    served = find_corpus(str(tmp_path), columns)
+    assert served.judged == (("Who sleeps?", frozenset("ab")),), "two queries of one text share their answers"
+    ranker, = serving.open_rankers(["tiny"], served, columns=columns)
+    assert ranker.index.texts(0, 1) if callable(getattr(ranker.index, "texts", None)) else len(ranker.index.ids) == 2

@@ -33,8 +33,11 @@ def rewrite(path, text):
 
 
 def behind(kind, folder):
-    "A path of this kind, and the file in it that decides."
+    "A path of this kind, and the file in it that decides; of code, its name."
     folder.mkdir()
+    if kind == "code":
+        (folder/"mine_own.py").write_text("class Loss: factor = 'one'\n")
+        return "mine_own:Loss", folder/"mine_own.py"
     if kind == "instructions":
         (folder/"mine.yaml").write_text("wiki: one\n")
         return folder/"mine.yaml", folder/"mine.yaml"
@@ -53,12 +56,14 @@ def cases():
             shapes = [lambda path: path]
             if f.type is list: shapes = [lambda path: [path]]
             if f.type is dict: shapes = list(OPTIONS.values())
+            if f.metadata["reads"] == "code": shapes = [lambda name: {name: 1.0}]
             for number, shape in enumerate(shapes): yield pytest.param(stage, f, shape, id=f"{stage}-{f.name}-{number}")
 
 
 @pytest.mark.parametrize("stage, f, shape", list(cases()))
-def test_changed_content_behind_a_path_is_another_run(tmp_path, stage, f, shape):
+def test_changed_content_behind_a_path_is_another_run(tmp_path, monkeypatch, stage, f, shape):
     path, decisive = behind(f.metadata["reads"], tmp_path/"input")
+    monkeypatch.syspath_prepend(str(tmp_path/"input"))
     made = RECIPES[stage](**NEEDED.get(stage, {}) | {f.name: shape(str(path))})
     out, node = tmp_path/"out", hashed_out(made, input_hashes(made), tmp_path)
     assert runs.start_run(out, made) == "new" and runs.start_run(out, made) == "resume"

@@ -82,3 +82,20 @@ def test_the_same_command_finds_the_run_that_the_preset_decided(tmp_path):
     for change in (dict(alpha=0.5), dict(steps=7)):
         with pytest.raises(ValueError, match="holds another run: " + next(iter(change))):
             check_out("stage1", asdict(asked) | change, tmp_path/"run")
+
+
+@pytest.mark.parametrize("settings, match", [
+    (dict(pooling="echo_mean", decode_from="sequence"), "copied from the first"),
+    (dict(pooling="echo_mean", objectives=dict(mntp=1.0), bidirectional=True), "would read in the first"),
+    (dict(until_carried=1.0, carry_pairs=16, carry_steps=5, epochs=2), "would stop on pairs that are trained on")])
+def test_what_would_be_learned_by_copying_is_refused(settings, match, tmp_path):
+    with pytest.raises(ValueError, match=match):
+        check_inputs(RECIPES["stage1"](model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), preset="laptop",
+                                       **settings))
+
+
+def test_few_shot_needs_an_instruction_that_says_something(tmp_path):
+    (tmp_path/"none.yaml").write_text('"*": ""\n')
+    with pytest.raises(ValueError, match="few_shot needs queries with instructions"):
+        check_inputs(RECIPES["stage2"](model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), few_shot=1,
+                                       instructions=str(tmp_path/"none.yaml")))

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+from pathlib import Path
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -32,6 +33,31 @@ def test_nothing_is_recomputed_twice(tmp_path):
     from anchor_nb.training.trainer import train
     with pytest.raises(ValueError, match="would both recompute"):
         train(recipe(Stage2, tmp_path/"run", micro_tokens=60, gradient_checkpointing="always"))
+
+
+def test_memory_that_runs_out_with_checkpointing_keeps_it(tmp_path, monkeypatch):
+    "Half a batch takes more memory without it than the whole one with it; both together change nothing."
+    from anchor_nb.training.steps import ContrastiveStep
+    from anchor_nb.training.trainer import train
+    settings = dict(steps=4, precision="fp64", **STAGES["stage2"][1])
+    often = recipe(Stage2, tmp_path/"often", **settings | dict(gradient_checkpointing="always", micro_tokens=10_000))
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+    monkeypatch.setattr(ContrastiveStep, "run", full)
+    with pytest.raises(torch.OutOfMemoryError, match="it resumes with"): train(often)
+    monkeypatch.undo()
+    train(often)
+    run(recipe(Stage2, tmp_path/"once", **settings))
+    assert_same_trajectory(rows(tmp_path/"once"), rows(tmp_path/"often"), 1e-9)
+
+
+@pytest.mark.parametrize("asked", ["fp32", "bf16"])
+def test_the_precision_is_the_recipe_s(asked, tmp_path, monkeypatch):
+    "Also where the environment gives accelerate another one."
+    from anchor_nb.training.trainer import training_arguments
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    found = training_arguments(recipe(Stage1, tmp_path, precision=asked))
+    assert found.mixed_precision == {"fp32": "no"}.get(asked, asked)
 
 
 def test_sharding_by_another_way_is_refused(tmp_path, monkeypatch):
@@ -293,3 +319,37 @@ def test_paper_and_authors_presets_differ_where_the_notes_say():
     ours, theirs = [Stage2(**preset(name, "stage2")) for name in ("paper", "authors-code")]
     assert (ours.temperature, theirs.temperature) == (0.05, 0.02)
     assert (ours.steps, ours.learning_rate, ours.lora_rank, ours.global_batch) == (1000, 2e-4, 16, 512)
+
+
+OWN = '''
+from torch.nn.functional import cosine_similarity
+from anchor_nb.losses.llama2vec import Bags, BagBatch
+from anchor_nb.losses.reconstruction import vectors
+
+class Align(Bags):
+    uses_head = False
+    def __init__(self, rules, formatter):
+        super().__init__("ebae", rules.pooling)
+        self.parts, self.counted = dict(loss_align=1.0), ("texts_align",)
+    def loss(self, lm, batch, totals):
+        states = vectors(lm, batch.packed, self.pooling)
+        share = FACTOR*(1 - cosine_similarity(*states.chunk(2))).sum()/totals[0]
+        return share, share.detach()[None]
+'''
+
+
+def test_an_objective_of_your_own(tmp_path, monkeypatch):
+    "It trains from the working directory, alike in any micro-batches; its code is part of the run."
+    from anchor_nb.training.trainer import train
+    monkeypatch.chdir(tmp_path)
+    Path("align_own.py").write_text(OWN.replace("FACTOR", "2"))
+    settings = dict(steps=3, precision="fp64", objectives={"align_own:Align": 1.0, "ebae": 0.5})
+    run(recipe(Stage1, tmp_path/"whole", **settings))
+    run(recipe(Stage1, tmp_path/"cut", processes=2, **settings | dict(micro_tokens=60)))
+    assert_same_trajectory(rows(tmp_path/"whole"), rows(tmp_path/"cut"), 1e-9)
+    assert rows(tmp_path/"whole")[-1]["loss_align"] > 0
+    Path("align_own.py").write_text(OWN.replace("FACTOR", "3"))
+    with pytest.raises(ValueError, match="another content of objectives.code of align_own:Align"):
+        train(recipe(Stage1, tmp_path/"whole", **settings))
+    with pytest.raises(ValueError, match="align_own.py has no class 'Aline'"):
+        train(recipe(Stage1, tmp_path/"other", **settings | dict(objectives={"align_own:Aline": 1.0})))
