@@ -275,7 +275,7 @@ def at_most(recipe, steps: int, whole: int) -> dict: # whole: steps of the long 
 def kept_forecast(expected: Forecast, seconds: float) -> dict: # seconds: that training took; for the manifest
     "Predicted and actual, as plain values."
     return dict(steps=expected.steps, tokens=round(expected.steps*expected.tokens), bytes=expected.bytes,
-                seconds=round(expected.seconds, 1), actual_seconds=round(seconds, 1))
+                seconds=round(expected.seconds, 3), actual_seconds=round(seconds, 1))
 
 def compared(kept: dict) -> str: # of a manifest; empty where a run kept none
     "Predicted and actual time of a run, in a line."
