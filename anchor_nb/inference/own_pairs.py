@@ -6,8 +6,9 @@
 __all__ = ['match_pairs']
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #f4460f2f
-import re, unicodedata
+import re
 from collections import Counter, defaultdict
+from ..core.names import composed
 from ..data.deduplication import UNSPACED, plain, seen_part, word_runs
 from .words import Words
 
@@ -17,10 +18,6 @@ SHORT = 4 # words of an answer; ours
 def countable(text: str) -> str:
     "The text with each character of a script without spaces as a word of two, since BM25 leaves out shorter ones."
     return UNSPACED.sub(r" \1\1 ", text)
-
-def composed(name: str) -> str:
-    "A name with each accent in its letter; some file systems part them, and people type them as one."
-    return unicodedata.normalize("NFC", name)
 
 class Answers:
     "Finds the passage that a text stands for."

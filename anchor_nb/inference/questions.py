@@ -6,13 +6,14 @@
 __all__ = ['heading_pairs', 'link_pairs', 'ask', 'found_again']
 
 # %% ../../nbs/inference/06_questions.ipynb #7a3a0b06
-import json, os, posixpath, re, time, unicodedata, urllib.request, warnings
+import json, os, posixpath, re, time, urllib.request, warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
 import torch
+from ..core.names import composed
 from ..core.progress import announce
 from ..data.deduplication import plain
 from ..data.documents import count_words
@@ -65,7 +66,7 @@ def place_of(link: str, source: str) -> tuple: # source: id of the document with
     except ValueError: return "", "" # no address, such as http://[HOST]
     if address.scheme or address.netloc or link.startswith("/"): return "", ""
     path = posixpath.join(posixpath.dirname(source), unquote(address.path)) if address.path else source
-    return unicodedata.normalize("NFC", posixpath.normpath(path)), slug(unquote(address.fragment))
+    return composed(posixpath.normpath(path)), slug(unquote(address.fragment))
 
 # %% ../../nbs/inference/06_questions.ipynb #b90ad2f2
 def link_pairs(documents: list, # of `Document`
@@ -74,13 +75,13 @@ def link_pairs(documents: list, # of `Document`
     "The words of links as queries for the places they lead to, where all links of these words agree."
     first, sections, asked = {}, {}, {}
     for number, passage in enumerate(passages):
-        whole = unicodedata.normalize("NFC", passage.document) # links are typed so, whatever the file system writes
+        whole = composed(passage.document) # links are typed so, whatever the file system writes
         for name in (whole, posixpath.splitext(whole)[0]): first.setdefault(name, number)
         sections.setdefault((whole, slug(passage.heading)), number)
     for document in documents:
         for words, link in document.links:
             path, section = place_of(link, document.id)
-            number, here = sections.get((path, section), first.get(path)), unicodedata.normalize("NFC", document.id)
+            number, here = sections.get((path, section), first.get(path)), composed(document.id)
             if number is not None and path != here: asked.setdefault(plain(words), {})[number] = words
     return [(words, number) for places in asked.values() if len(places) == 1 for number, words in places.items()
             if several_words(words)]

@@ -319,6 +319,17 @@ def test_two_labels_two_ledgers_and_a_model_are_found_for_a_comparison(tmp_path,
     assert shown.exit_code == 1 and "it has mine, bm25" in shown.stderr
 
 
+def test_scores_of_a_run_from_before_it_was_trained_again_are_not_compared(tmp_path, monkeypatch):
+    from anchor_nb.cli.scoring import check_scored
+    monkeypatch.chdir(tmp_path)
+    ledgers.write_json(tmp_path/"runs/b/run.json", dict(starts=["tuesday"]))
+    row = dict(label="b", step=0, task="t", metric="ndcg_at_10", value=0.5, seed=0, manifest="runs/b/run.json")
+    ledgers.append_rows(tmp_path/"two/ledger.jsonl", [row | dict(run="monday")])
+    with pytest.raises(ValueError, match="from before runs/b was trained again"): check_scored("runs/b", Path("two"))
+    ledgers.append_rows(tmp_path/"two/ledger.jsonl", [row | dict(run="tuesday", manifest="elsewhere/b/run.json")])
+    check_scored("runs/b", Path("two"))
+
+
 # ---- jobs, sweeps, corpora ----
 
 def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypatch):

@@ -208,3 +208,11 @@ def test_evaluate_says_which_models_are_searched_with_bm25(tmp_path):
         (tmp_path/name/"search.json").write_text(text)
     line, = alone_words(dict(a=str(tmp_path/"a"), b=str(tmp_path/"b"), minilm="minilm"))
     assert "a is scored alone" in line and "0.2" in line
+
+
+def test_a_file_s_snapshots_hold_for_models_that_are_named(tmp_path):
+    "A preset's are of its own models."
+    (tmp_path/"mine.yaml").write_text("snapshots: true\n")
+    words = ("evaluate", "tiny", "--benchmark", "local")
+    assert settings(*words, "-f", tmp_path/"mine.yaml")["snapshots"] is True
+    assert settings(*words)["snapshots"] is False

@@ -146,7 +146,7 @@ def test_without_instructions_documents_have_none_either():
     assert [(one.instruction, one.document_instruction) for one in given] == [("", ""), ("Find it", "Represent it")]
 
 
-def test_two_objects_on_one_line_beside_one_on_two_lines_are_refused_by_both_readers(tmp_path):
+def test_two_objects_on_one_line_beside_one_on_two_lines_are_refused(tmp_path):
     one = '{"query": "q", "positive": "p"}'
     path = tmp_path/"rows.jsonl"
     path.write_text(f'{one} {one}\n{one[:16]}\n{one[16:]}\n{one}\n')

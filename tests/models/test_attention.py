@@ -246,3 +246,12 @@ def test_a_gpu_that_only_emulates_bf16_is_given_fp32(generation, autocast, monke
                             get_device_properties=SimpleNamespace(major=generation)).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert wants_autocast() is autocast and auto_precision(None)[0] == ("bf16" if autocast else "fp32")
+
+
+@pytest.mark.parametrize("given", ["attention_mask", "position_bias", "s_aux"])
+def test_what_a_model_adds_to_its_attention_is_not_ignored(given):
+    from types import SimpleNamespace
+    from anchor_nb.models.attention import packed_sdpa
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="packed_sdpa"))
+    with pytest.raises(ValueError, match=f"gives its attention {given}, which packed_sdpa would ignore"):
+        packed_sdpa(module, None, None, None, packed=SimpleNamespace(longest=3), **{given: torch.ones(1)})

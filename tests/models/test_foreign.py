@@ -543,3 +543,19 @@ def test_facts_of_a_folder_of_ours_are_the_last_word(tmp_path):
     write(tmp_path, llm2vec_config=dict(pooling_mode="weighted_mean"), modules=parts("Transformer"))
     assert read_facts(str(tmp_path), AutoTokenizer.from_pretrained(tmp_path))["pooling"] == "mean"
     check_attention(AnchorEmbedder.from_pretrained(str(tmp_path)).lm)
+
+
+def test_gritlm_is_not_trained_causally_without_a_word(tmp_path):
+    grit = write(gritlm_folder(tmp_path/"grit"), config=json.loads((tmp_path/"grit/config.json").read_text())
+                 | dict(auto_map={"AutoModel": "modeling_gritlm7b.MistralModel"}))
+    with pytest.raises(ValueError, match="set bidirectional=true"):
+        training_formatter(grit, Stage2(pooling="rest_mean"))
+
+
+def test_the_layout_of_a_model_on_the_hub_is_read_where_its_small_files_are(tmp_path):
+    "Its tokenizer comes by its id, its record by a folder of the client's cache."
+    ours = AnchorEmbedder.from_pretrained(TINY)
+    ours.formatter = load_formatter(TINY, Stage2(template="plain", eos="<|endoftext|>"))
+    ours.save_pretrained(tmp_path/"small")
+    assert load_formatter(TINY, Stage2(), tmp_path/"small").layout.eos == "<|endoftext|>"
+    assert load_formatter(TINY, Stage2()).layout.eos != "<|endoftext|>"

@@ -178,3 +178,9 @@ def test_the_card_carries_the_table(tmp_path):
     assert re.search(r"\| sentence-transformers [\d.]+ \| fp32 \| \d+ \| 1\.000000 \|", card)
     assert card.index("### The same vector") < card.index("## Scores") and len(result["certificate"]) > 9
     assert np.isclose(result["certificate"][0]["cosine"], 1)
+
+
+def test_an_engine_whose_interpreter_is_gone_is_not_installed(monkeypatch):
+    from anchor_nb.release.certificate import version_of
+    monkeypatch.setenv("ANCHOR_NB_VLLM_PYTHON", "/gone/python")
+    assert version_of("vLLM", "vllm") == ""

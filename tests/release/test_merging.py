@@ -295,3 +295,16 @@ def test_the_stages_of_a_run_are_merged_and_scored(tmp_path):
                for name in ("stage1", "anchor"))
     low, high = sorted(found[name][1] for name in ("stage1", "anchor"))
     assert low - 3 <= found["soup"][1] <= high + 3 # mean rank of the answer among 80 documents
+
+
+def test_a_merged_model_keeps_an_instruction_that_all_parents_had(tmp_path):
+    from anchor_nb.data.prompts import save_layout, stored_facts
+    from anchor_nb.release.merging import write_use
+    layout = AnchorEmbedder.from_pretrained("tiny").formatter.layout
+    for name, text in dict(a="Find it", b="Find it", c="Find all").items():
+        (tmp_path/name).mkdir()
+        save_layout(tmp_path/name, layout, pooling="eos", instructions=dict(nq=[text]))
+    for parents, kept in (("ab", dict(nq=["Find it"])), ("ac", None)):
+        (tmp_path/f"of-{parents}").mkdir()
+        write_use([tmp_path/name for name in parents], tmp_path/f"of-{parents}")
+        assert stored_facts(tmp_path/f"of-{parents}").get("instructions") == kept

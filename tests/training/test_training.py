@@ -323,7 +323,7 @@ def test_paper_and_authors_presets_differ_where_the_notes_say():
 
 OWN = '''
 from torch.nn.functional import cosine_similarity
-from anchor_nb.losses.llama2vec import Bags, BagBatch
+from anchor_nb.losses.llama2vec import Bags
 from anchor_nb.losses.reconstruction import vectors
 
 class Align(Bags):
