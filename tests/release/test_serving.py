@@ -307,6 +307,7 @@ def test_markup_in_texts_ids_and_names_is_shown_as_text(open_page, url):
 def test_too_long_a_question_is_told(open_page, url):
     page = open_page(url)
     page.fill("#query", "x"*301)
+    page.wait_for_selector("#room:not([hidden])") # hidden until the page knows the limit
     assert page.inner_text("#room") == "301 of 300 characters"
     question(page, "x"*301)
     assert (page.inner_text("#message") == "The question is too long. The limit is 300 characters."
