@@ -65,7 +65,7 @@ def search(model: Model,
            queries: argument(list[str], "one or more"), k: option(int, "texts for each query", "--k", "-k") = 10,
            instruction: option(str, "of the task, for queries; default: that of the model's training, if it had one; "
                                     "none: none") = "",
-           index: option(str, "keep the index in this folder, and use it the next time") = "",
+           index: option(str, "keep the index in this folder; the next time only new texts are encoded") = "",
            texts: option(str, "of shards: the corpus they were made from") = "",
            field: option(str, "of a row: its text; default: text, with the title before it") = "",
            id_field: option(str, "of a row: its id") = "",
@@ -193,8 +193,7 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
           host: option(str, "address to listen at; the page has no password, so you are warned where others can "
                             "reach it") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
           k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k", min=1) = 10,
-          keep: option(str, "folder in which the encoded corpus is kept, so that the page is there at once the next "
-                            "time") = "",
+          keep: option(str, "folder in which the encoded corpus is kept; the next time only new texts are encoded") = "",
           bm25: Bm25 = None, columns: Columns = "",
           max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
           device: option(str, "such as cuda:1 or cpu; empty: a GPU where there is one") = ""):

@@ -41,7 +41,7 @@ def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: st
     "Parameters of the stage: -p wins over options, options over preset and file; ValueError for models given twice."
     if models and "models" in given:
         raise ValueError("models are given twice, by place and by name; leave one out")
-    words = dict(models=labelled(models), snapshots=snapshots) if models else {}
+    words = dict(models=labelled(models) | beside_words(labelled(models)), snapshots=snapshots) if models else {}
     words |= dict(benchmark=benchmark) if benchmark else {}
     words |= dict(tasks=list(tasks)) if tasks else {}
     if (benchmark or tasks) and base: words = dict(benchmark="", tasks=[]) | words # not those of the preset as well
@@ -68,12 +68,11 @@ def check_sets(tasks: list, columns: dict):
     for task in tasks: # a bare name may be mteb's
         if "/" in task and Path(split_off(task)[0]).is_dir(): read_retrieval(task, columns)
 
-def alone_words(models: dict) -> list: # label -> model; -> of lines
-    "Which models are searched together with BM25, while their scores are without it."
+def beside_words(models: dict) -> dict: # label -> model; -> of `encoders.candidates`
+    "Beside each model that search and serve use together with BM25, as its folder says: both as one."
     from anchor_nb.inference.search import bm25_weight
     weights = {label: bm25_weight(model) for label, model in models.items() if Path(model).is_dir()}
-    return [f"\n{label} is scored alone; search and serve add BM25 to it (weight {weight:g})"
-            for label, weight in weights.items() if weight]
+    return {f"{label} + BM25": dict(model=models[label], bm25=weight) for label, weight in weights.items() if weight}
 
 @app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
 @takes_settings("evaluate")
@@ -94,7 +93,7 @@ def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], da
         except StageError as error:
             if error.reason.startswith("Unscored: "): answer_with_table(answer, out, asked)
             raise
-        answer_with_table(answer, out, asked, *alone_words(labelled(places)), f"\nThe executed notebook: {notebook}",
+        answer_with_table(answer, out, asked, f"\nThe executed notebook: {notebook}",
                           f"Two models query by query: anchor-nb compare A B --ledger {quote(str(out))}",
                           f"All of it on a page: anchor-nb report {quote(str(out))}")
 

@@ -7,7 +7,7 @@ __all__ = ['YARDSTICKS', 'Candidate', 'short_name', 'yardstick_of', 'candidates'
            'unlike_training']
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #392e6f77
-import hashlib, json, os, shlex
+import hashlib, heapq, json, os, shlex
 from typing import get_args
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from ..data.corpora import asked_in_training
 from ..data.prompts import LAYOUT_FILE
 from ..models.loading import KINDS, WHOLE_BEGINNING, json_or_empty, kind_of, small_files
 from ..runs.identity import ENGINE, engine_of
+from ..inference.words import DEPTH, fuse
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #1fc93ae3
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Candidate:
     bidirectional: bool | None = None # anchor_nb: None is what the checkpoint says
     truncate_dim: int = 0     # dimensions kept; 0: all
     precision: str = ""       # anchor_nb: of the weights, such as bf16; empty is what the embedder chooses
+    bm25: float = 0.0         # weight of BM25 beside the vectors, as in `search`; 0: vectors alone
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #00a21969
 def extras(candidate: Candidate) -> dict: # kind, adapter, bidirectional and precision, those that are given
@@ -48,6 +50,10 @@ def extras(candidate: Candidate) -> dict: # kind, adapter, bidirectional and pre
 def shortened(candidate: Candidate) -> dict: # truncate_dim, if given
     "The `encode` argument, the same in both libraries, for the number of dimensions kept."
     return dict(truncate_dim=candidate.truncate_dim) if candidate.truncate_dim else {}
+
+def blended(candidate: Candidate) -> dict: # bm25, if given
+    "The weight of BM25 beside a candidate."
+    return dict(bm25=candidate.bm25) if candidate.bm25 else {}
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #775823c2
 def checkpoints(source: str,            # run folder, model folder, hub id or short name
@@ -96,7 +102,7 @@ def library_of(source: str) -> str:
 # %% ../../nbs/evaluation/03_encoders.ipynb #3cd1bf66
 LIBRARIES = ("anchor_nb", "sentence-transformers", "bm25")
 OURS = ("kind", "adapter", "bidirectional", "precision")
-OPTIONS = ("model", "library", "pooling", "template", "truncate_dim", *OURS)
+OPTIONS = ("model", "library", "pooling", "template", "truncate_dim", "bm25", *OURS)
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #7d1c40ae
 YARDSTICKS = {"bm25": "BM25", "minilm": "all-MiniLM-L6-v2"} # label -> the name a reader knows
@@ -111,7 +117,8 @@ def yardstick_of(candidate: Candidate) -> str: # its label; empty: none
     "The yardstick that a candidate is, whatever it is called."
     if candidate.library == "bm25": return "bm25"
     name = short_name(candidate.source)
-    return name if name in YARDSTICKS and not candidate.adapter and not candidate.truncate_dim else ""
+    other = candidate.adapter or candidate.truncate_dim or candidate.bm25
+    return name if name in YARDSTICKS and not other else ""
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #795beb7d
 def candidates(models: dict,           # label -> source, list of sources, or dictionary of `OPTIONS`
@@ -169,6 +176,9 @@ def check_options(label: str, given: dict, library: str): # given: the options t
     if type(size := given.get("truncate_dim", 0)) is not int or size < 0 or size and library == "bm25":
         refuse("truncate_dim", "; give the number of dimensions to keep, 0 for all, and none to bm25, which has no "
                                "vectors")
+    if type(weight := given.get("bm25", 0.0)) not in (int, float) or not 0 <= weight <= 1:
+        refuse("bm25", "; give a weight from 0 (vectors alone) to 1")
+    if weight and library == "bm25": refuse("bm25", ", beside BM25 itself; name the embedder as model")
     if not isinstance(adapter := given.get("adapter", ""), str):
         refuse("adapter", "; give the folder or hub id of one adapter")
     folder = Path(adapter)/"model" if (Path(adapter)/"model").is_dir() else Path(adapter)
@@ -221,13 +231,14 @@ def revision(candidate: Candidate,
             ) -> str:                   # 16 hexadecimal digits; for BM25 its version
     "The identity of a candidate's vectors."
     from importlib.metadata import version
-    if candidate.library == "bm25":
-        return f"bm25s {version('bm25s')}, PyStemmer {version('PyStemmer')}, scoring {ENGINE['scoring']}"
+    words = f"bm25s {version('bm25s')}, PyStemmer {version('PyStemmer')}, scoring {ENGINE['scoring']}"
+    if candidate.library == "bm25": return words
     parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling,
                  template=candidate.template, max_length=max_length, instructions=instructions,
                  rerank=rerank_documents_instructed, engine=engine_of("evaluate"),
                  dtype=number_type(devices) if candidate.library == "anchor_nb" else "float32")
     parts |= extras(candidate) | shortened(candidate) | similarity_of(candidate)
+    if candidate.bm25: parts |= blended(candidate) | dict(words=words)
     if candidate.adapter: parts["adapter"] = weights_of(candidate.adapter)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -367,6 +378,16 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
 # %% ../../nbs/evaluation/03_encoders.ipynb #bee583da
 BM25 = "mteb/baseline-bm25s"
 
+def beside_bm25(encoder: Encoder, weight: float): # as mteb calls a search model
+    "An embedder and BM25 as one, ranked as `search` ranks: the best `DEPTH` of each, fused."
+    import mteb
+    from mteb.models.hybrid_wrappers import HybridSearch
+    def best(scores): return dict(heapq.nlargest(DEPTH, scores.items(), key=lambda pair: (pair[1], pair[0])))
+    both = HybridSearch([encoder, mteb.get_model(BM25)], fusion_strategy=lambda scores, _: fuse(
+        *map(best, scores), weight))
+    both.mteb_model_meta = encoder.mteb_model_meta
+    return both
+
 def load(candidate: Candidate,
          revision: str,           # what `revision` says
          max_length: int = 0,     # tokens of one text; 0: what the checkpoint says
@@ -379,4 +400,5 @@ def load(candidate: Candidate,
         return mteb.get_model(BM25)
     loader = load_anchor if candidate.library == "anchor_nb" else load_sentence_transformer
     embed, facts = loader(candidate, max_length, micro_tokens, list(devices))
-    return Encoder(embed, meta(candidate, revision, **facts), **how)
+    encoder = Encoder(embed, meta(candidate, revision, **facts), **how)
+    return beside_bm25(encoder, candidate.bm25) if candidate.bm25 else encoder

@@ -164,7 +164,8 @@ def run_mteb(model, task, store) -> tuple: # (result, "subset/split/item" -> val
     import datasets, mteb
     datasets.disable_progress_bars()
     values, hits, ranked = {}, {}, hasattr(task, "task_specific_scores")
-    quiet = redirect_stderr(io.StringIO()) if model.mteb_model_meta.name == BM25 else nullcontext() # eight bars a task
+    words = model.mteb_model_meta.name == BM25 or hasattr(model, "fuse") # which draw eight bars a task
+    quiet = redirect_stderr(io.StringIO()) if words else nullcontext()
     with tempfile.TemporaryDirectory() as predictions, quiet, superseded_expected():
         if ranked: watch_queries(task, values, hits)
         try:

@@ -11,7 +11,7 @@ import gc, hashlib, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import data_id, rows_of
-from .encoders import Candidate, extras, load, revision, shortened, slug
+from .encoders import Candidate, blended, extras, load, revision, shortened, slug
 from .measure import Evaluation, evaluate_task, load_evaluation, loaded, save_evaluation
 from ..data.packages import pick
 from ..runs.ledger import append_rows, read_json, read_rows, to_restate
@@ -27,7 +27,7 @@ def ledger_rows(result: Evaluation,
                ) -> list:        # of dictionaries, the main metric first
     "One row per metric, in the ledger's format."
     how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling,
-               template=candidate.template, **extras(candidate), **shortened(candidate), **common)
+               template=candidate.template, **extras(candidate), **shortened(candidate), **blended(candidate), **common)
     if candidate.library == "bm25": how |= dict(max_length=0, tokens=0, instructions="none") # it reads whole texts
     fields = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
     where = dict(queries=result.queries, documents=result.documents, data=result.data, model=model,
@@ -61,7 +61,8 @@ def model_of(candidate: Candidate, settings, instructions_id: str) -> str: # set
 
 def can_do(candidate: Candidate, task) -> bool:
     "Whether a candidate can be scored on a task at all."
-    return candidate.library != "bm25" or "Retrieval" in task.metadata.type or "Reranking" in task.metadata.type
+    ranks = "Retrieval" in task.metadata.type or "Reranking" in task.metadata.type
+    return ranks or candidate.library != "bm25" and not candidate.bm25
 
 def lacking(candidates: list, known: set, keys: dict, settings, instructions_id: str, can=lambda *_: True) -> list:
     "Jobs for tasks whose score is not `known`; keys: (name, data) of a score -> task; can: whether it can be scored."
@@ -186,7 +187,8 @@ def to_rebuild(candidates: list, tasks: list, rows: list, settings, instructions
     ranked = [task for task in tasks if task.metadata.type == "Retrieval" and not task.is_aggregate]
     keys = {(f"reconstruction:{task.metadata.name}", rebuilt_data(task, settings)): task for task in ranked}
     known = {measured(row) for row in rows if row.get("type") == "Reconstruction"}
-    writers = [candidate for candidate in candidates if candidate.library == "anchor_nb" and settings.reconstruction]
+    writers = [candidate for candidate in candidates
+               if settings.reconstruction and candidate.library == "anchor_nb" and not candidate.bm25]
     jobs = lacking(writers, known, keys, settings, instructions_id)
     if jobs:
         from anchor_nb.inference.decoding import generation_libraries

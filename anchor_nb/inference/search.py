@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from .. import __version__
 from ..core.files import damage, draft_of, keep_apart, new_folder, seal, write_text
+from ..core.progress import announce
 from ..data.tables import check_columns
 from ..core.redaction import without_secrets
 from ..data.corpora import asked_in_training
@@ -231,6 +232,19 @@ def with_words(index, # `Index`
     return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))
 
 # %% ../../nbs/inference/02_search.ipynb #60416b77
+def update(index, documents: dict, show_progress_bar: bool): # as for `Index.updated`
+    "Vectors of known texts are taken over, those of new ones computed."
+    if not any(index.texts):
+        raise ValueError("this index has no texts, so it cannot tell which are new; open it with the corpus as texts")
+    rows = {text: row for row, text in enumerate(index.texts)}
+    new, vectors = [text for text in dict.fromkeys(documents.values()) if text not in rows], index.vectors
+    if new:
+        rows |= {text: len(index) + number for number, text in enumerate(new)}
+        vectors = np.concatenate([vectors, index.embedder.encode_document(
+            new, show_progress_bar=show_progress_bar, normalize_embeddings=True, truncate_dim=index.truncate_dim)])
+    return type(index)(index.embedder, documents, vectors[[rows[text] for text in documents.values()]],
+                       index.truncate_dim)
+
 class Stored:
     "How an index gets onto the disk and back."
     def save(self, folder: str | Path) -> Path:
@@ -327,6 +341,18 @@ class Index(Stored):
         hits = [[Hit(self.ids[n], score, self.texts[n]) for n, score in list(ranking.items())[:k]]
                 for ranking in rankings]
         return hits[0] if isinstance(queries, str) else hits
+
+    def updated(self, documents: Iterable[str] | dict[str, str], show_progress_bar: bool = False) -> Self:
+        """An index of other documents, for which only the texts that this one lacks are encoded.
+
+        Args:
+            documents: all of them, as for `Index`. ValueError where this index holds no texts.
+            show_progress_bar: whether to draw one while encoding.
+
+        Returns:
+            What `Index` would make of the documents, up to rounding; this index stays as it is.
+        """
+        return update(self, by_id(documents), show_progress_bar)
 
 
 # %% ../../nbs/inference/02_search.ipynb #9a10a664
@@ -429,26 +455,29 @@ def check_unused(corpus: str, **given):
                          "the corpus itself")
 
 # %% ../../nbs/inference/02_search.ipynb #82fc4889
-def reopen(embedder: AnchorEmbedder, keep: str, documents: dict, truncate_dim: int) -> Index:
-    "The index of `keep`; ValueError where it holds other documents or dimensions."
-    index = Index.load(embedder, keep)
+def reopen(embedder: AnchorEmbedder, keep: str, documents: dict, truncate_dim: int, bar: bool = False) -> Index:
+    "The index of `keep`, brought up to date; ValueError where it has none of these texts, or other dimensions."
+    index, texts = Index.load(embedder, keep), list(documents.values())
     if index.truncate_dim != truncate_dim:
         raise ValueError(f"{keep} is an index with truncate_dim={index.truncate_dim}, not {truncate_dim}; name "
                          "another folder, or delete that one")
-    if (index.ids, index.texts) != (list(documents), list(documents.values())):
-        raise ValueError(f"{keep} is an index of other documents than this corpus has with these fields; name another "
-                         "folder, or delete that one")
+    if (index.ids, index.texts) == (list(documents), texts): return index
+    if not (there := set(index.texts)).intersection(texts):
+        raise ValueError(f"{keep} is an index of other documents: of this corpus, with these fields, it has no text; "
+                         "name another folder, or delete that one")
+    announce(f"encoding {len(set(texts) - there):,} new of {len(texts):,} texts for", keep)
+    (index := index.updated(documents, bar)).save(keep)
     return index
 
 # %% ../../nbs/inference/02_search.ipynb #b0cd504e
 def open_index(embedder: AnchorEmbedder,
                corpus: str,           # a corpus as for `anchor-nb encode`, a folder of its shards, or a saved index
-               keep: str = "",        # of a corpus: folder of the index, made or used again; empty: do not store it
+               keep: str = "",        # of a corpus: folder of its index, made or brought up to date; empty: store none
                texts: str = "",       # of shards: the corpus that they were made from
                field: str = "", id_field: str = "", truncate_dim: int = 0, show_progress_bar: bool = False,
                columns: dict = {},    # of a corpus: the columns of text, title and id
               ) -> Index:
-    "An index of the documents at a path; ValueError if `keep` holds an index of other documents."
+    "An index of the documents at a path; ValueError if `keep` holds an index that has none of their texts."
     corpus, keep, texts = map(os.path.expanduser, (corpus, keep, texts))
     check_unused(corpus, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
                  truncate_dim=truncate_dim)
@@ -456,7 +485,7 @@ def open_index(embedder: AnchorEmbedder,
     if keep: keep_apart(check_keep(keep), corpus=corpus, texts=texts)
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
     documents, _ = read_corpus(corpus, field, id_field, columns)
-    if keep and is_index(keep): return reopen(embedder, keep, documents, truncate_dim)
+    if keep and is_index(keep): return reopen(embedder, keep, documents, truncate_dim, show_progress_bar)
     index = Index(embedder, documents, truncate_dim=truncate_dim, show_progress_bar=show_progress_bar)
     if keep: index.save(keep)
     return index

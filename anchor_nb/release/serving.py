@@ -369,7 +369,7 @@ def running(application): # an ASGI application
 # %% ../../nbs/release/06_serving.ipynb #bb003926
 def open_rankers(models: list,   # run folders, model folders, hub ids or short names
                  corpus: Corpus,
-                 keep: str = "", # folder that keeps the encoded corpus for next time, an index for each model
+                 keep: str = "", # folder of the encoded corpus, an index for each model; the next time new texts are added
                  bm25: float | None = None, # weight of BM25, from 0 to 1; None: what each model's folder says
                  columns: dict = {}, # the columns of text, title and id
                  **how           # for `AnchorEmbedder.from_pretrained`: device, max_length, pooling
@@ -397,7 +397,7 @@ def serve(models: list,            # one or two: run folders, model folders, hub
           host: str = "127.0.0.1", # who can reach it; 0.0.0.0: everyone on the network
           port: int = 8000,        # 0: any free one
           k: int = 10,             # texts of each model, unless the visitor changes it
-          keep: str = "",          # folder that keeps the encoded corpus for next time
+          keep: str = "",          # folder that keeps the encoded corpus; the next time only new texts are encoded
           bm25: float | None = None, # weight of BM25, from 0 to 1; None: what each model's folder says
           columns: dict = {},      # the columns of text, title and id
           **how):                  # for `AnchorEmbedder.from_pretrained`

@@ -200,14 +200,15 @@ def test_split_says_that_it_takes_names_for_texts(text, said, tmp_path):
     assert done.exit_code == 0 and ("look like names of files" in done.output) == said
 
 
-def test_evaluate_says_which_models_are_searched_with_bm25(tmp_path):
-    from anchor_nb.cli.scoring import alone_words
+def test_what_is_searched_with_bm25_is_scored_with_it_too(tmp_path):
+    from anchor_nb.cli.scoring import evaluate_parameters
     for name, text in (("a", '{"bm25": 0.2}'), ("b", '{"bm25": 0}')):
         (tmp_path/name).mkdir()
         (tmp_path/name/"config.json").write_text("{}")
         (tmp_path/name/"search.json").write_text(text)
-    line, = alone_words(dict(a=str(tmp_path/"a"), b=str(tmp_path/"b"), minilm="minilm"))
-    assert "a is scored alone" in line and "0.2" in line
+    given = evaluate_parameters([str(tmp_path/"a"), str(tmp_path/"b"), "minilm"], "", ["x"], "", {}, {})["models"]
+    assert list(given) == ["a", "b", "minilm", "a + BM25"]
+    assert given["a + BM25"] == dict(model=str(tmp_path/"a"), bm25=0.2)
 
 
 def test_a_file_s_snapshots_hold_for_models_that_are_named(tmp_path):

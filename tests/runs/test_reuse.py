@@ -110,13 +110,24 @@ def test_what_an_older_version_wrote_is_not_trusted(stores, tmp_path):
         encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(tmp_path))
 
 
-@pytest.mark.parametrize("how", [dict(field="body"), dict(id_field="text")])
-def test_a_kept_index_is_of_these_documents(stores, tmp_path, how):
+@pytest.mark.parametrize("how, other", [(dict(field="body"), True), (dict(id_field="text"), False)])
+def test_a_kept_index_is_of_these_documents(stores, tmp_path, how, other):
     folder, embedder = stores
     corpus, keep = str(folder/"corpus.jsonl"), str(tmp_path/"keep")
     first = open_index(embedder, corpus, keep, **how)
     assert open_index(embedder, corpus, keep, **how).texts == first.texts
-    with pytest.raises(ValueError, match="is an index of other documents than"): open_index(embedder, corpus, keep)
+    if other: # no text in common
+        with pytest.raises(ValueError, match="is an index of other documents: of"): open_index(embedder, corpus, keep)
+    else: # the same texts under other ids
+        assert open_index(embedder, corpus, keep).ids == list(TEXTS) == open_index(embedder, keep).ids != first.ids
+    kept = Index.load(embedder, keep)
+    assert np.array_equal(kept.vectors, first.vectors) and kept.texts == first.texts
+
+
+def test_an_index_without_texts_cannot_be_updated(stores):
+    folder, embedder = stores
+    with pytest.raises(ValueError, match="cannot tell which are new"):
+        Index.from_shards(embedder, folder/"shards").updated(TEXTS)
 
 
 def test_mining_stores_vectors_by_all_that_decides_them(tmp_path, monkeypatch):
