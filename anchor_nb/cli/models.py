@@ -193,7 +193,7 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
           host: option(str, "address to listen at; the page has no password, so you are warned where others can "
                             "reach it") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
           k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k", min=1) = 10,
-          keep: option(str, "folder in which the encoded corpus is kept; the next time only new texts are encoded") = "",
+          keep: option(str, "folder of the encoded corpus; the next time only new texts are encoded") = "",
           bm25: Bm25 = None, columns: Columns = "",
           max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
           device: option(str, "such as cuda:1 or cpu; empty: a GPU where there is one") = ""):

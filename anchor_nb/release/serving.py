@@ -369,7 +369,7 @@ def running(application): # an ASGI application
 # %% ../../nbs/release/06_serving.ipynb #bb003926
 def open_rankers(models: list,   # run folders, model folders, hub ids or short names
                  corpus: Corpus,
-                 keep: str = "", # folder of the encoded corpus, an index for each model; the next time new texts are added
+                 keep: str = "", # folder of the encoded corpus, an index a model; the next time new texts are added
                  bm25: float | None = None, # weight of BM25, from 0 to 1; None: what each model's folder says
                  columns: dict = {}, # the columns of text, title and id
                  **how           # for `AnchorEmbedder.from_pretrained`: device, max_length, pooling
