@@ -2,7 +2,7 @@
 
     python nbs/paper/demo_seeds.py        # what is missing, seed by seed
     python nbs/paper/demo_seeds.py 7 6 5  # some seeds, in this order
-    python nbs/paper/demo_seeds.py own    # A and W at the demo's own rate, seeds 1 to 7; no test, see the end
+    python nbs/paper/demo_seeds.py own    # A and W as the demo has them, seeds 1 to 7; no test, see the end
 
 **Question.** On the machine of a newcomer, SmolLM2-135M, some minutes: what does stage I bring, and is it the anchor?
 
@@ -29,8 +29,8 @@ A - W, at equal steps of stage II, is shown without a test: 48 steps leave W uns
 **Changed before the first row.** B has taken the place of an arm on strangers (each query with another row's document),
 since strangers differ from A in the bags too.
 
-**Afterwards**, when those rows were known: at half the rate W had not left its start in three of seven seeds. `own`
-runs A and W at the demo's 1e-3, to see whether it does in the demo as it is. This describes the demo; it is no test.
+**Afterwards**, when those rows were known: at half the rate W had not left its start in three of seven seeds. At
+the demo's 1e-3 seed 7 had not either, after 48 steps, so the demo's stage II has 72 since. `own` runs A and W as the demo has them. It describes the demo and tests nothing.
 """
 import shutil
 import sys
@@ -38,7 +38,7 @@ from pathlib import Path
 
 import again
 
-ROOT, NAME, OWN = Path("runs/demo-seeds"), "demo-seeds.jsonl", "demo-own-rate.jsonl"
+ROOT, NAME, OWN = Path("runs/demo-seeds"), "demo-seeds.jsonl", "demo-as-it-is.jsonl"
 STEPS, EQUAL, EVERY = 48, 216, 24
 BAGS = dict(steps=75, objectives=dict(ebae=1.0, ebar=1.0), anchor_scale=1.0, anchor_sink=False, anchor_after=0)
 ARMS = dict(A=dict(carry_pairs=200), B=BAGS | dict(carry_pairs=0), W=None)
@@ -82,7 +82,7 @@ def run_one(arm, seed, data, name=NAME):
         facts = train(Stage1(**first | dict(out=model)))
         before = spent(Path(model), first["steps"])
         keep_score(model, about | dict(step=0), data, name, seconds=before, carried=facts.get("carried", {}))
-    last = STEPS if ARMS[arm] or name == OWN else EQUAL
+    last = preset("demo", "stage2")["steps"] if name == OWN else STEPS if ARMS[arm] else EQUAL
     stage2 = preset("demo", "stage2") | how | dict(model=model, out=str(place/"stage2"), steps=last,
                                                    snapshot_steps=EVERY*(last > STEPS))
     train(Stage2(**stage2 | (dict(learning_rate=5e-4) if name == NAME else {})))
@@ -108,8 +108,10 @@ def contrasts(rows):
 
 def main(*words):
     "Every arm of the seeds, those that are finished left out."
+    from anchor_nb.core.presets import preset
+    own = preset("demo", "stage2")["steps"]
     data, seeds = held_out(), [int(word) for word in words if word != "own"]
-    name, last = (OWN, dict(W=STEPS, A=STEPS)) if "own" in words else (NAME, dict(A=STEPS, B=STEPS, W=EQUAL))
+    name, last = (OWN, dict(W=own, A=own)) if "own" in words else (NAME, dict(A=STEPS, B=STEPS, W=EQUAL))
     for seed in seeds or again.SEEDS:
         for arm in last:
             done = any((row["arm"], row["seed"], row["step"]) == (arm, seed, last[arm])
