@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/analysis/04_analyse.ipynb #7bd7d017
 import io, json
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
@@ -128,7 +129,7 @@ def embeddings(candidate: Candidate, sample: Sample,
                settings) -> dict: # documents and, for pairs, queries and negatives: arrays [rows, hidden]
     "A model's vectors of the drawn texts, from the cache where it has them."
     how = dict(pooling=settings.pooling, instruction=settings.instruction, texts=sample.sha256,
-               model=revision(candidate, settings.max_length))
+               model=revision(replace(candidate, library="anchor_nb"), settings.max_length)) # as it is loaded below
     path = cache_dir()/"embeddings"/f"{digest(how)[:32]}.npz"
     if path.is_file():
         with np.load(path) as kept: return dict(kept)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from .. import __version__
 from ..core.settings import identity
+from ..runs.identity import engine_of
 from ..data.packages import cache_dir
 from ..runs.ledger import read_json, write_json
 from ..runs.provenance import peak_gpu_memory, peak_memory
@@ -309,7 +310,7 @@ def compare(a: str, b: str,            # run folder, model folder, adapter folde
     "Compare two models at all layers in one pass; ValueError for texts, labels or models that do not fit."
     (texts, labels), paths = checked(texts, labels, settings.seed), dict(a=a, b=b) | (dict(twin=twin) if twin else {})
     content = {name: digest(model_files(path)) for name, path in paths.items()}
-    key = digest([FORMAT, __version__, content, texts, labels, identity(settings)])
+    key = digest([FORMAT, __version__, engine_of("analyse"), content, texts, labels, identity(settings)])
     file = cache_dir()/"similarity"/f"{key}.json"
     if cache and file.is_file(): result = read_json(file)
     else:

@@ -65,6 +65,25 @@ def split(data: Pairs, out: option(str, "a new folder, for the pairs and the tes
                f"next: anchor-nb stage2 --data {quote(f'{out}/pairs')} --out runs/mine",
                f"then: anchor-nb evaluate runs/mine --task {quote(f'{out}/test')}")
 
+# %% ../../nbs/cli/04_data.ipynb #0361f58b
+@app.command("testset", rich_help_panel=DATA)
+def testset(documents: argument(str, "a folder of texts, a table, or hf:org/name"),
+            pairs: option(str, "a table of questions and what answers them: a text, part of one, or a document's name",
+                               "--pairs"),
+            out: option(str, "a new folder", "--out", "-o"),
+            like: option(str, "a model that adapt has delivered, whose documents were cut in its own way") = "",
+            columns: Columns = "",
+            document_columns: option(str, "columns of documents in a table, such as '{text: inhalt, id: nr}'") = "",
+            as_json: AsJson = False):
+    "Documents and questions as an evaluation set, to score a delivered model on what people ask now."
+    from anchor_nb.inference.own_pairs import question_set
+    with answering(as_json) as answer:
+        facts = question_set(documents, pairs, out, like, read_columns(columns), read_columns(document_columns))
+        missing = [f"{len(facts['lost'])} answers are in no document, such as that of {facts['lost'][0]!r}"
+                   for _ in facts["lost"][:1]]
+        answer(facts, f"{facts['queries']} questions over {facts['documents']} passages in {out}",
+               *map(printable, missing), f"next: anchor-nb evaluate {quote(like or 'MODEL')} --task {quote(out)}")
+
 # %% ../../nbs/cli/04_data.ipynb #a874dcb0
 Format = option(str, "anchor_nb, gritlm or columns", "--format")
 NewPairs = option(str, "folder for the pairs that are left, and for the report", "--out", "-o")

@@ -41,7 +41,9 @@ def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: st
     "Parameters of the stage: -p wins over options, options over preset and file; ValueError for models given twice."
     if models and "models" in given:
         raise ValueError("models are given twice, by place and by name; leave one out")
-    words = dict(models=labelled(models) | beside_words(labelled(models)), snapshots=snapshots) if models else {}
+    both = beside_words(labelled(models))
+    bar = {"minilm + BM25": dict(model="minilm", bm25=max(one["bm25"] for one in both.values()))} if both else {}
+    words = dict(models=labelled(models) | both | bar, snapshots=snapshots) if models else {}
     words |= dict(benchmark=benchmark) if benchmark else {}
     words |= dict(tasks=list(tasks)) if tasks else {}
     if (benchmark or tasks) and base: words = dict(benchmark="", tasks=[]) | words # not those of the preset as well
@@ -69,9 +71,10 @@ def check_sets(tasks: list, columns: dict):
         if "/" in task and Path(split_off(task)[0]).is_dir(): read_retrieval(task, columns)
 
 def beside_words(models: dict) -> dict: # label -> model; -> of `encoders.candidates`
-    "Beside each model that search and serve use together with BM25, as its folder says: both as one."
+    "Each model that search and serve use together with BM25, as its folder says, together with it."
+    from anchor_nb.evaluation.encoders import built_as
     from anchor_nb.inference.search import bm25_weight
-    weights = {label: bm25_weight(model) for label, model in models.items() if Path(model).is_dir()}
+    weights = {label: bm25_weight(model) for label, model in models.items() if model != "bm25" and not built_as(model)}
     return {f"{label} + BM25": dict(model=models[label], bm25=weight) for label, weight in weights.items() if weight}
 
 @app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
@@ -120,7 +123,7 @@ def check_scored(model: str, ledger: Path):
 def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FOLDER:LABEL or a model -> Side
     "Where the scores of one side of a comparison are; ValueError names the labels to choose from."
     from anchor_nb.evaluation.comparison import Side
-    from anchor_nb.evaluation.encoders import YARDSTICKS
+    from anchor_nb.evaluation.encoders import is_yardstick
     def labels(folder): return dict.fromkeys(row["label"] for row in read_rows(folder/"ledger.jsonl"))
     folder, _, label = text.rpartition(":")
     if folder and (Path(folder)/"ledger.jsonl").is_file(): return Side(label, Path(folder))
@@ -129,7 +132,7 @@ def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FO
     if not (Path(text)/"ledger.jsonl").is_file():
         check_scored(text, ledger)
         return Side(model_label(text), ledger)
-    trained = [label for label in labels(Path(text)) if label not in YARDSTICKS]
+    trained = [label for label in labels(Path(text)) if not is_yardstick(label)]
     if len(trained) != 1:
         raise ValueError(f"{text} holds the scores of {', '.join(trained) or 'no model'}; write {text}:LABEL")
     return Side(trained[0], Path(text))
@@ -152,7 +155,8 @@ def compare(a: argument(str, "a label of the ledger, the folder of an evaluation
             run_stage("evaluate", values, log=not quiet)
             folder = folder_of("evaluate", values)
             tasks = {line["task"] for line in outcome(folder)["table"]}
-            a, b = labelled([a, b])
+            both = beside_words(labelled([a, b])) # as they are searched
+            a, b = (name + " + BM25"*(f"{name} + BM25" in both) for name in labelled([a, b]))
         result = comparison(side_of(a, folder), side_of(b, folder), tasks)
         answer(result, comparison_text(result))
 

@@ -222,14 +222,18 @@ def outcome(result: dict, dry_run: bool) -> list: # of lines; result: from `run_
 @app.command("sweep", rich_help_panel=TRAIN)
 def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: list them") = "",
           out: option(str, "folder of all runs, which sweeps may share", "--out", "-o") = "runs/sweeps",
-          at_once: option(int, "runs at a time") = 1, slurm: Slurm = [], dry_run: DryRun = False,
-          as_json: AsJson = False):
+          at_once: option(int, "runs at a time") = 1,
+          preset: option(str, "of all arms, in place of the file's") = "",
+          parameter: option(list[str], "one parameter of a stage in all arms; give it as often as you need",
+                                       "-p", "--parameter", metavar="STAGE.NAME=VALUE") = [],
+          slurm: Slurm = [], dry_run: DryRun = False, as_json: AsJson = False):
     "The arms of an ablation, with what they share computed once. Exit code 1 when one has failed."
     from anchor_nb.experiments import sweeps
     with answering(as_json) as answer:
         if not name:
             return answer(sweeps.sweeps(), *(f"{key:12} {description}" for key, description in sweeps.sweeps().items()))
-        result = sweeps.run_sweep(name, out, at_once, read_pairs(slurm) if slurm else None, dry_run)
+        result = sweeps.run_sweep(name, out, at_once, read_pairs(slurm) if slurm else None, dry_run, preset=preset,
+                                  given=read_pairs(parameter))
         answer(result, *outcome(result, dry_run))
     if result["failed"]:
         raise typer.Exit(1)

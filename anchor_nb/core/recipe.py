@@ -411,7 +411,8 @@ class Evaluate(Recipe):
                                   "ours; needs pip install anchor_nb[generation]")
     data_root: str = setting("", "folder with local copies of hub datasets, as owner/name; empty: none", how=True,
                              reads="files")
-    devices: list = setting([], "such as cuda:0 and cuda:1; empty: a GPU if there is one, else the CPU", how=True)
+    devices: list = setting([], "such as cuda:0 and cuda:1; all: every GPU; empty: one if there is any, else the CPU",
+                            how=True)
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU",
                                 "ours: it changes speed and memory only", how=True, bound=">=0")
 

@@ -382,20 +382,20 @@ def holds_texts(folder: Path) -> bool:
     return folder.is_dir() and any(path.suffix.lower() in (*MARKUP, *OFFICE) for path in files_below(folder))
 
 @lru_cache(maxsize=4)
-def known_passages(folder: Path, stamps: tuple) -> Path: # stamps: of the files, which differ where one does
+def known_passages(folder: Path, stamps: tuple, words: int, titled: bool) -> Path: # stamps differ where a file does
     "Files are not read and cut twice while they are the same."
     documents, skipped = read_documents(str(folder))
     if skipped: announce(left_out(skipped))
-    rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages_of(documents)[0]))
+    rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages_of(documents, words)[0], titled))
     content = hashlib.sha256(rows.encode()).hexdigest()[:16]
     return write_text(cache_dir()/"passages"/content/f"{folder.resolve().name}.jsonl", rows)
 
-def passages_file(folder: Path) -> Path: # of JSONL, in the cache
+def passages_file(folder: Path, words: int = 160, titled: bool = True) -> Path: # of JSONL, in the cache
     "The passages of a file, or of a folder of files, as a table, which is another file whenever they change."
     files = [folder] if folder.is_file() else files_below(folder)
     facts = [(str(path), path.stat()) for path in files]
     return known_passages(folder, tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns)
-                                        for path, fact in facts))
+                                        for path, fact in facts), words, titled)
 
 # %% ../../nbs/data/11_documents.ipynb #27a38096
 ENGLISH = set("the of and to in a is that for it as with on by are be this or from an at which you can not".split())

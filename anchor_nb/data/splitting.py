@@ -195,5 +195,6 @@ def split_lines(facts: dict, out: str) -> list:
         lines.append(f"the largest group has {facts['largest_group']} rows and is trained on as a whole: they share "
                      "documents, or nearly repeat each other, as texts made from one template do")
     if facts.get("file_names"):
-        lines.append("the answers look like names of files, and are taken for texts; only adapt looks them up")
+        lines.append("the answers look like names of files, and are taken for texts; only adapt and testset look them "
+                     "up")
     return lines

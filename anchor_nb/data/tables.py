@@ -287,15 +287,15 @@ def file_hash(path) -> str: # sha256
                         stat.st_ctime_ns)
 
 # %% ../../nbs/data/01_tables.ipynb #586ea2d6
-def content_hash(source: str) -> str: # sha256, or the fingerprint that `datasets` gives a version on the hub
-    "What tells one version of a source from another; hidden files (locks, drafts) do not count."
+def content_hash(source: str, but: tuple = ()) -> str: # sha256, or the fingerprint that `datasets` gives a version
+    "What tells one version of a source from another; hidden files, and those named in `but`, do not count."
     if is_address(source): return shards_at(source).sha256
     if source.startswith("hf:"): return open_table(source)._fingerprint
     if Path(source).is_file(): return file_hash(source)
     names = [file.relative_to(source) for file in files_below(Path(source))]
     cached = lambda file: re.fullmatch(r"cache-.*\.arrow", file.name) and (file.parent/"state.json").is_file()
     parts = [(name.as_posix(), file_hash(Path(source)/name)) for name in names
-             if not any(part.startswith(".") for part in name.parts) and not cached(Path(source)/name)]
+             if not any(part.startswith(".") or part in but for part in name.parts) and not cached(Path(source)/name)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 # %% ../../nbs/data/01_tables.ipynb #4a8be488

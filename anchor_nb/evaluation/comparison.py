@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 import numpy as np
-from .encoders import YARDSTICKS
+from .encoders import is_yardstick, known_as
 from .measure import Evaluation, load_evaluation
 from .scores import evaluation_file
 from .significance import Interval, interval_of, mean_of_tasks, over_seeds
@@ -69,11 +69,11 @@ class Part:
         return mean_of_tasks(self.values()) if self.values() else None
 
 def difference(a: Part, b: Part) -> Interval | None:
-    "The 95 % interval of a minus b: over common training seeds, over those of one side, or over the same queries."
+    "The 95 % interval of a minus b: over common training seeds, those of a where b has none, or the same queries."
     if len(a.seeds) == 1 < len(b.seeds):
         turned = difference(b, a)
         return turned and Interval(-turned.mean, -turned.high, -turned.low)
-    if len(b.seeds) == 1 < len(a.seeds) and not a.seeds.keys() & b.seeds.keys():
+    if b.seeds.keys() == {None} and len(a.seeds) > 1: # b was not trained here, and has no spread
         return over_seeds([score - fmean(b.seeds.values()) for score in a.seeds.values()])
     if len(a.items) == 1 or len(a.seeds) > 1: return compared(a.seeds, b.seeds, [a.items[0], b.items[0]])
     first, second = a.values(), b.values()
@@ -118,7 +118,7 @@ def lines_of(parts: dict, **task) -> list: # label -> Part; what all lines share
     "The lines of a table for one task, best first, each against the best yardstick."
     means = {label: fmean(part.seeds.values()) for label, part in parts.items()}
     order = sorted(parts, key=means.get, reverse=True)
-    best, lines = next((label for label in order if label in YARDSTICKS), None), []
+    best, lines = next(filter(is_yardstick, order), None), []
     for label in order:
         _, low, high = percent(parts[label].interval())
         line = task | dict(model=label, score=100 * means[label], low=low, high=high, against=best)
@@ -148,7 +148,7 @@ WIDTH, BLOCKS = 100, 6
 
 def shown_name(label: str, longest: int = 28) -> str:
     "A label, or a yardstick's own name, cut at its beginning if it is long."
-    name = YARDSTICKS.get(label, label)
+    name = known_as(label)
     return name if len(name) <= longest else "…" + name[1 - longest:]
 
 def shown_names(labels, longest: int = 28) -> dict: # label -> name

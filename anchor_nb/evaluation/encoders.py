@@ -17,6 +17,7 @@ from ..core.progress import announce
 from ..models.resolve import BUILT_MODELS, MODELS, find_model, model_files, spellings
 from ..data.corpora import asked_in_training
 from ..data.prompts import LAYOUT_FILE
+from ..models.pooling import POOLINGS
 from ..models.loading import KINDS, WHOLE_BEGINNING, json_or_empty, kind_of, small_files
 from ..runs.identity import ENGINE, engine_of
 from ..inference.words import DEPTH, fuse
@@ -101,8 +102,18 @@ def library_of(source: str) -> str:
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3cd1bf66
 LIBRARIES = ("anchor_nb", "sentence-transformers", "bm25")
-OURS = ("kind", "adapter", "bidirectional", "precision")
-OPTIONS = ("model", "library", "pooling", "template", "truncate_dim", "bm25", *OURS)
+OURS = ("pooling", "kind", "adapter", "bidirectional", "precision")
+OPTIONS = ("model", "library", "template", "truncate_dim", "bm25", *OURS)
+
+# %% ../../nbs/evaluation/03_encoders.ipynb #6fa4881b
+def is_yardstick(label: str) -> bool:
+    "Whether a label is that of a yardstick, or of MiniLM together with BM25, which needs no training either."
+    return label.removesuffix(" + BM25") in YARDSTICKS
+
+def known_as(label: str) -> str:
+    "The name that a reader knows, where there is one."
+    alone = label.removesuffix(" + BM25")
+    return YARDSTICKS.get(alone, alone) + label[len(alone):]
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #7d1c40ae
 YARDSTICKS = {"bm25": "BM25", "minilm": "all-MiniLM-L6-v2"} # label -> the name a reader knows
@@ -169,6 +180,9 @@ def check_options(label: str, given: dict, library: str): # given: the options t
     for name in OURS:
         if name in given and library != "anchor_nb":
             refuse(name, f", which library={library} does not know; leave it out, or set library=anchor_nb")
+    if "template" in given and library != "sentence-transformers":
+        refuse("template", ", which only library=sentence-transformers uses; set that, or leave the template out")
+    if given.get("pooling", "eos") not in POOLINGS: refuse("pooling", f"; choose one of {', '.join(POOLINGS)}")
     if given.get("kind", "plain") not in KINDS: refuse("kind", f"; choose one of {', '.join(KINDS)}")
     if not isinstance(given.get("bidirectional", True), bool): refuse("bidirectional", "; give true or false")
     if given.get("precision", "auto") not in (known := get_args(WeightPrecision)):
@@ -216,11 +230,29 @@ def similarity_of(candidate: Candidate) -> dict: # empty where the checkpoint no
     normalized = not foreign or "Normalize" in json.dumps(json_or_empty(folder/"modules.json"))
     return {} if json_or_empty(folder/LAYOUT_FILE).get("normalize", normalized) else dict(similarity="cosine")
 
+def places(devices: list) -> list: # of names
+    "Devices by name; `all` stands for every GPU of this machine, as far as CUDA_VISIBLE_DEVICES shows them."
+    from anchor_nb.runs.launch import usable_gpus
+    return [f"cuda:{n}" for n in range(usable_gpus())] if list(devices) == ["all"] else list(devices)
+
 def number_type(devices: list = ()) -> str:
     "The dtype our embedders compute in on these devices, as `AnchorEmbedder.from_pretrained` decides it."
     from anchor_nb.models.attention import has_bf16, on_gpu
+    devices = places(devices)
     gpu = "cuda" in devices[0] if devices else on_gpu()
     return "bfloat16" if gpu and has_bf16() else "float32"
+
+# %% ../../nbs/evaluation/03_encoders.ipynb #274a3c78
+def system(candidate: Candidate) -> dict: # plain values
+    "What identifies a model and the way it is used, whatever is asked of it."
+    parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling,
+                 template=candidate.template)
+    parts |= extras(candidate) | shortened(candidate) | similarity_of(candidate) | blended(candidate)
+    return parts | (dict(adapter=weights_of(candidate.adapter)) if candidate.adapter else {})
+
+def digest(parts: dict) -> str: # 16 hexadecimal digits
+    "A hash of plain values."
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #88779c80
 def revision(candidate: Candidate,
@@ -233,14 +265,10 @@ def revision(candidate: Candidate,
     from importlib.metadata import version
     words = f"bm25s {version('bm25s')}, PyStemmer {version('PyStemmer')}, scoring {ENGINE['scoring']}"
     if candidate.library == "bm25": return words
-    parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling,
-                 template=candidate.template, max_length=max_length, instructions=instructions,
-                 rerank=rerank_documents_instructed, engine=engine_of("evaluate"),
-                 dtype=number_type(devices) if candidate.library == "anchor_nb" else "float32")
-    parts |= extras(candidate) | shortened(candidate) | similarity_of(candidate)
-    if candidate.bm25: parts |= blended(candidate) | dict(words=words)
-    if candidate.adapter: parts["adapter"] = weights_of(candidate.adapter)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    parts = system(candidate) | dict(max_length=max_length, instructions=instructions,
+                                     rerank=rerank_documents_instructed, engine=engine_of("evaluate"),
+                                     dtype=number_type(devices) if candidate.library == "anchor_nb" else "float32")
+    return digest(parts | (dict(words=words) if candidate.bm25 else {}))
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #f5810ec6
 def with_yardsticks(chosen: list,            # of `Candidate`
@@ -392,13 +420,13 @@ def load(candidate: Candidate,
          revision: str,           # what `revision` says
          max_length: int = 0,     # tokens of one text; 0: what the checkpoint says
          micro_tokens: int = 0,   # tokens of one packed batch; 0: what the embedder chooses
-         devices: list = (),      # such as cuda:0, cuda:1; none: the first GPU or the CPU
+         devices: list = (),      # such as cuda:0, cuda:1, or all; none: the first GPU or the CPU
          **how):                  # instructions and rerank_documents_instructed, for `Encoder`
     "A candidate, ready for mteb."
     if candidate.library == "bm25":
         import mteb
         return mteb.get_model(BM25)
     loader = load_anchor if candidate.library == "anchor_nb" else load_sentence_transformer
-    embed, facts = loader(candidate, max_length, micro_tokens, list(devices))
+    embed, facts = loader(candidate, max_length, micro_tokens, places(devices))
     encoder = Encoder(embed, meta(candidate, revision, **facts), **how)
     return beside_bm25(encoder, candidate.bm25) if candidate.bm25 else encoder

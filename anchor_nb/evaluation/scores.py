@@ -11,7 +11,8 @@ import gc, hashlib, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import data_id, rows_of
-from .encoders import Candidate, blended, extras, load, revision, shortened, slug
+from .encoders import (Candidate, blended, digest, extras, load, places, revision, shortened,
+                                            slug, system)
 from .measure import Evaluation, evaluate_task, load_evaluation, loaded, save_evaluation
 from ..data.packages import pick
 from ..runs.ledger import append_rows, read_json, read_rows, to_restate
@@ -29,6 +30,7 @@ def ledger_rows(result: Evaluation,
     how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling,
                template=candidate.template, **extras(candidate), **shortened(candidate), **blended(candidate), **common)
     if candidate.library == "bm25": how |= dict(max_length=0, tokens=0, instructions="none") # it reads whole texts
+    else: how["system"] = digest(system(candidate))
     fields = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
     where = dict(queries=result.queries, documents=result.documents, data=result.data, model=model,
                  manifest=candidate.manifest, training_seed=candidate.training_seed, seconds=result.seconds)
@@ -221,7 +223,8 @@ def rebuild_all(jobs: list, settings, instructions: dict, instructions_id: str =
             embedder = AnchorEmbedder.from_pretrained(candidate.source, pooling=candidate.pooling,
                                                       max_length=settings.max_length,
                                                       micro_tokens=settings.micro_tokens,
-                                                      device=(settings.devices or [""])[0], **extras(candidate))
+                                                      device=(places(settings.devices) or [""])[0],
+                                                      **extras(candidate))
             if not can_write(embedder):
                 say(f"{who}: left out, the model has no language-model head")
                 continue

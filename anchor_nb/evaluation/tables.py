@@ -9,7 +9,8 @@ __all__ = ['comparable', 'by_seed', 'mean_by_seed', 'last_steps', 'results_table
 # %% ../../nbs/evaluation/06_tables.ipynb #fe1148c1
 from statistics import fmean
 from ..core.recipe import paper
-from .significance import Interval, difference_of, over_seeds, paired_bootstrap
+from ..models.resolve import MODELS
+from .significance import Interval, difference_of, over_seeds
 from ..runs.ledger import latest
 
 # %% ../../nbs/evaluation/06_tables.ipynb #44e60b67
@@ -78,9 +79,11 @@ def mean_by_seed(scores: dict, # from `by_seed`
 
 # %% ../../nbs/evaluation/06_tables.ipynb #5feeb864
 def one_model(rows) -> list: # comparable rows of one label and step
-    "The rows of the model that was measured last, for each training seed."
-    last = {row["training_seed"]: row["model"] for row in rows}
-    return [row for row in rows if row["model"] == last[row["training_seed"]]]
+    "The rows of the model that was measured last, for each training seed, however its queries were asked."
+    last = {row["training_seed"]: row for row in rows}
+    def same(row, other): # a row from before 29 November 2026 has no system
+        return row["model"] == other["model"] or bool(row.get("system")) and row["system"] == other.get("system")
+    return [row for row in rows if same(row, last[row["training_seed"]])]
 
 def task_means(rows, tasks) -> list: # one number for each training seed that has all the tasks
     "The plain mean over tasks, for each training seed."
@@ -184,7 +187,7 @@ def _ablations() -> list: # of cells
     p, small = paper(), "llama-3.2-1b"
     cells = [_of_15("4", f"alpha {alpha}", score, f"{small}/anchor" if alpha == "0.2" else f"{small}/alpha_{alpha}")
              for alpha, score in p["table4_alpha_llama-3.2-1b_subset15"].items()]
-    runs = {"stage II only, 1000 steps": ("baseline", 1000), "stage II only, 3000 steps": ("baseline", 3000),
+    runs = {"stage II only, 1000 steps": ("baseline", 1000), "stage II only, 3000 steps": ("baseline_3000", 3000),
             "stage I 2000 + stage II 1000 steps": ("anchor", 1000)}
     for row, score in p["table5_steps_llama-3.2-1b_subset15"].items():
         cells.append(_of_15("5", row, score, f"{small}/{runs[row][0]}", runs[row][1]))
@@ -207,8 +210,8 @@ def paper_cells() -> list: # of dictionaries: table, row, column, paper (per cen
 
 # %% ../../nbs/evaluation/06_tables.ipynb #dbe716df
 def paper_backbone(base: str) -> str: # a backbone as the paper calls it, or its hub id -> the paper's name, or ""
-    "Which of the paper's backbones a model is."
-    return next((name for name, hub in paper()["models"].items() if base in (name, hub)), "")
+    "Which of the paper's backbones a model is; of Mistral-7B it does not name the checkpoint, which is our choice."
+    return next((name for name, hub in paper()["models"].items() if base in (name, hub, MODELS.get(name))), "")
 
 # %% ../../nbs/evaluation/06_tables.ipynb #9fc391a5
 def our_label(label: str,      # of the paper, backbone/system or a name
@@ -217,7 +220,8 @@ def our_label(label: str,      # of the paper, backbone/system or a name
              ) -> str:         # our label, which need not be in the ledger
     "What a model of the paper is called in our ledger."
     model, _, system = label.partition("/")
-    return label if label in known or not system or model != backbone else system
+    if label in known or not system or model != backbone: return label
+    return system if system in known else system.removesuffix("_3000") # of a ledger of its own
 
 # %% ../../nbs/evaluation/06_tables.ipynb #baf3899f
 OF_TASK, OF_MEAN = 1.5, 0.45 # points: the paper's own scatter of tasks; under half of its smallest gain
@@ -292,11 +296,11 @@ def compared(a: dict, b: dict, # training seed -> score of each side
 
 def over_tasks(a: dict, b: dict, # from `by_seed`
                tasks: list):     # that both sides have; -> Interval of the difference of means, or None
-    "Over training seeds where there are several in common, else over the tasks if there are enough."
+    "Over training seeds where there are several in common, else by t over the tasks if there are enough."
     means = [mean_by_seed(side, tasks) for side in (a, b)]
     if interval := compared(*means, [None, None]): return interval
     if len(tasks) < FEWEST_TASKS or any(len(side) != 1 for side in means): return None
-    return paired_bootstrap(*({task: fmean(side[task].values()) for task in tasks} for side in (a, b)))
+    return over_seeds([fmean(a[task].values()) - fmean(b[task].values()) for task in tasks])
 
 # %% ../../nbs/evaluation/06_tables.ipynb #44b27cc1
 def significance_table(rows,         # of the ledger

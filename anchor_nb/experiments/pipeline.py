@@ -46,6 +46,12 @@ def split_overrides(overrides: dict) -> dict: # "step.parameter" or "stage.param
             where, _, parameter = address.partition(".")
             if not parameter or where not in known:
                 raise ValueError(f"{address!r}: write STEP.PARAMETER=VALUE with one of {', '.join(known)}")
+            if parameter == "out":
+                raise ValueError(f"{address}: the steps find each other's results in the folder of the pipeline; leave "
+                                 "it out, and name that folder")
+            if address in ("stage2.model", "anchor.model"):
+                raise ValueError(f"{address}: stage II would not start from what stage I has made; write stage1.model, "
+                                 "or baseline.model for stage II alone")
             for name, stage in STEPS.items():
                 if where == (name if by_step else stage): steps[name][parameter] = value
     return steps
@@ -78,6 +84,9 @@ def plan(name: str,             # a preset
     values = {step: full_preset(name, stage) | given[step] for step, stage in STEPS.items()}
     corpora = coerce("corpora", values["prepare"]["corpora"], list)
     paths = wiring(Path(out), values["stage1"]["model"], corpora, values["evaluate"]["benchmark"])
+    if named := preset(name, "evaluate").get("models"): # the others are not scored
+        paths["evaluate"]["models"] = {label: path for label, path in paths["evaluate"]["models"].items()
+                                       if label in named}
     clean = lambda value: value.rstrip("/") if isinstance(value, str) else value
     return [Step(step, stage, values[step] | {k: clean(v) for k, v in paths[step].items()} | given[step])
             for step, stage in STEPS.items()]

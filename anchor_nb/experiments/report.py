@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 from ..core.files import write_text
 from ..evaluation.comparison import evaluation_behind, shown_name
-from ..evaluation.encoders import YARDSTICKS
+from ..evaluation.encoders import YARDSTICKS, is_yardstick
 from .figures import (PAPER_MODELS, PAPER_NAMES, finals, interval, metric_of, points, system)
 from ..core.recipe import paper
 from ..evaluation.tables import by_seed, comparable, compared, expected_vs_obtained, last_steps, over_tasks
@@ -170,8 +170,8 @@ def own_pairs(ledger: list, task: str) -> list: # of (label, label)
     "Every system that is not the paper's against the best yardstick, and the best against the next best."
     scores = {label: value for (label, name), (_, value) in finals(ledger).items() if name == task}
     order = sorted(scores, key=scores.get, reverse=True)
-    ours = [label for label in order if label not in PAPER_NAMES and label not in YARDSTICKS]
-    best = next((label for label in order if label in YARDSTICKS), None)
+    ours = [label for label in order if label not in PAPER_NAMES and not is_yardstick(label)]
+    best = next(filter(is_yardstick, order), None)
     return [(label, best) for label in ours if best] + list(zip(ours, ours[1:]))[:1]
 
 def can_show(ledger: list, per_query: dict) -> list: # of sentences
@@ -264,7 +264,7 @@ def result_caption(board: list) -> str: # from `comparison.scoreboard`
         task = "the "*task.startswith("mean of ") + task
         first, yardstick = lines[0], next((line for line in lines if line["model"] == line["against"]), None)
         text = f"On {task}, {shown_name(first['model'])} is first with {first['score']:.1f} % {first['metric']}"
-        ours = next((line for line in lines if line["model"] not in YARDSTICKS), None)
+        ours = next((line for line in lines if not is_yardstick(line["model"])), None)
         if yardstick and ours:
             side = "ahead of" if ours["difference"] > 0 else "behind"
             text += f"; {shown_name(ours['model'])} is {abs(ours['difference']):.1f} points {side} the best yardstick, "
@@ -294,8 +294,8 @@ def examples(ledger: list,     # rows
             if kept and kept.hits and kept.items: tasks.setdefault(row["task"], {})[label] = kept
     for task, kept in tasks.items():
         order = sorted(kept, key=lambda label: kept[label].score, reverse=True)
-        ours = [label for label in order if label not in YARDSTICKS][:1]
-        labels = ours + [label for label in order if label in YARDSTICKS]
+        ours = [label for label in order if not is_yardstick(label)][:1]
+        labels = ours + [*filter(is_yardstick, order)]
         shared = set.intersection(*(kept[label].hits.keys() & kept[label].items["values"].keys() for label in labels))
         if not ours or not shared: continue
         value = lambda label, query: kept[label].items["values"][query]
@@ -337,7 +337,7 @@ def next_step(folder: Path,    # what the report is of
     command = lambda *words: shlex.join(["anchor-nb", *map(str, words)])
     test = ("--task", "FOLDER", "-p", f"out={folder}")
     trained = [label for label, manifest in manifests.items() if manifest.get("stage") in ("stage1", "stage2")]
-    ours = next((line for line in board if line["model"] not in YARDSTICKS), None)
+    ours = next((line for line in board if not is_yardstick(line["model"])), None)
     if not ours:
         model = Path(folder)/trained[-1] if trained else "MODEL"
         return "Nothing of yours is scored here yet.", command("evaluate", model, *test)

@@ -265,6 +265,21 @@ def check_models(stage: str, values: dict):
                              "smollm2-135m")
         if model not in (*known, "bm25"): resolve_model(model)
 
+def check_said(stage: str, values: dict, made: list = ()): # made: folders where other stages will write
+    "FileNotFoundError or ValueError for models that an evaluation cannot find, instructions and local copies."
+    from anchor_nb.data.corpora import training_instructions
+    from anchor_nb.evaluation.benchmarks import read_instructions
+    if stage in ("stage1", "stage2"): training_instructions(values.get("instructions", "none"))
+    if stage != "evaluate": return
+    if values.get("instructions", "none") not in ("paper", "mteb", "none"): read_instructions(values["instructions"])
+    if (root := values.get("data_root")) and not Path(root).expanduser().is_dir():
+        raise FileNotFoundError(f"data_root={root!r} is no folder; name the one with the local copies, or leave it out")
+    models = values.get("models") if isinstance(values.get("models"), dict) else {}
+    for source in (one for value in models.values() for one in (value if isinstance(value, list) else [value])):
+        name = source.get("model", "") if isinstance(source, dict) else source
+        if not isinstance(name, str) or name in ("", "bm25", *MODELS, *BUILT_MODELS): continue
+        if not any(folder in (Path(name), *Path(name).parents) for folder in made): resolve_model(name)
+
 def check_tasks(stage: str, values: dict, made: list = ()): # made: folders where other stages will write
     "FileNotFoundError or ValueError for a task or benchmark that is not there; reads no texts."
     if stage != "evaluate": return
@@ -286,7 +301,7 @@ def check_corpora(stage: str, values: dict):
 def check_before(notebook: Path, values: dict): # values: its parameters, checked
     "FileNotFoundError or ValueError for what is wrong with a stage's settings; reads no data."
     stage, whole = notebook.stem, {name: value for name, (_, value) in declared(notebook).items()} | values
-    for check in (check_places, check_models, check_tasks, check_corpora): check(stage, whole)
+    for check in (check_places, check_models, check_said, check_tasks, check_corpora): check(stage, whole)
     check_out(stage, whole, placed(notebook, values))
 
 def check_ahead(stage: str, values: dict, made: list): # values: all parameters; made: folders of other stages
@@ -296,7 +311,7 @@ def check_ahead(stage: str, values: dict, made: list): # values: all parameters;
     there = {name: ("hf:-" if name == "data" else "") if later(value) and name != "out" else value
              for name, value in values.items()} # what is on a hub is not looked at here
     for check in (check_places, check_models, check_corpora): check(stage, there)
-    check_tasks(stage, values, made)
+    for check in (check_tasks, check_said): check(stage, values, made)
 
 def placed(notebook: Path, values: dict) -> Path: # values: its parameters, checked
     "Where a stage will run."

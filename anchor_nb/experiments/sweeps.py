@@ -54,7 +54,7 @@ def check_overrides(overrides: dict, where: str) -> dict:
         stage, _, parameter = str(address).partition(".")
         if stage not in ("prepare", *TRAINING, "evaluate") or not parameter:
             raise ValueError(f"{where}: {address!r} is no parameter; write stage.parameter, such as stage1.alpha")
-        if parameter == "out":
+        if parameter == "out" or address == "evaluate.models":
             raise ValueError(f"{where}: a sweep chooses {address} itself; leave it out")
         check_names(RECIPES[stage], {parameter: 0}, where)
     return overrides
@@ -171,6 +171,10 @@ def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `
     path = [node_of("prepare", prepare, [], root, nodes)] if prepare["corpora"] else []
     built = path[0].parameters["out"] if path else ""
     data, last = dict(data=f"{built}/pairs") if built else {}, model
+    for stage in arm.stages[1:]:
+        if f"{stage}.model" in sweep["base"] | arm.overrides:
+            raise ValueError(f"arm {arm.label}: {stage} starts from what {arm.stages[0]} has made, so {stage}.model "
+                             "would part them; name the model as stage1.model")
     for stage in arm.stages:
         path.append(node_of(stage, settings_for(sweep, arm, stage, model=last, **data), path, root, nodes))
         last = f"{path[-1].parameters['out']}/model"
@@ -346,7 +350,8 @@ def experiment_of(nodes: list, root: Path) -> str: # nodes: of an arm
         return [{name: short(value) for name, value in settings.items()
                  if name != "seed" and not (name == "model" and inside(value))},
                 [facts.get("sha256") for facts in manifest.get("data", {}).values()], manifest.get("engine"),
-                {name: content for name, content in manifest.get("inputs", {}).items() if ".code of " in name}]
+                {name: content for name, content in manifest.get("inputs", {}).items()
+                 if not (name == "model" and inside(settings.get("model")))}]
     common = [decided(node) for node in nodes if node.stage in TRAINING]
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -421,12 +426,16 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
               slurm: dict = None,  # options of sbatch, stage.option for one stage; None: run here
               dry_run: bool = False, # only print the graph
               every: float = 0,    # seconds between two looks; 0: 1 here, 15 at a queue
+              preset: str = "",    # in place of the file's
+              given: dict = {},    # stage.parameter -> value, over the file's `base`
              ) -> dict:            # done, failed: node -> reason, skipped, ledger
     "Run all arms of a sweep; ValueError or FileNotFoundError before it starts, failures are in the result."
     root = Path(out or "runs/sweeps").expanduser()
     if at_once < (slurm is None):
         raise ValueError(f"at_once={at_once}: nothing would run; give 1 or more")
-    nodes, arms = plan_sweep(read_sweep(name), root)
+    sweep = read_sweep(name)
+    sweep |= dict(base=sweep["base"] | check_overrides(dict(given), "-p"), preset=preset or sweep["preset"])
+    nodes, arms = plan_sweep(sweep, root)
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
     for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, [root])
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}

@@ -37,7 +37,7 @@ from ..models.inputs import beginning
 from ..models.embedder import AnchorEmbedder, on_disk
 from ..models.engines import int8_rows
 from ..models.interface import ahead
-from ..models.loading import chain, use_of
+from ..models.loading import chain, small_files, use_of
 from ..models.resolve import find_model, model_files
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #a8a7b61b
@@ -90,17 +90,32 @@ class Piece(NamedTuple):
     digest: str   # of its lines, or of the whole table
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
-def corpus_sources(corpus: str) -> list: # of sources, in alphabetical order
+SEARCH = "search.json" # in the folder of a model
+
+def search_facts(model: str) -> dict: # bm25, words, titled; empty where there are none
+    "How `anchor-nb adapt` searched with a model."
+    path = small_files(find_model(model))/SEARCH
+    if not path.is_file(): return {}
+    try: return (facts := json.loads(path.read_text(encoding="utf-8"))) | dict(bm25=float(facts["bm25"]))
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged; it should be like {{\"bm25\": 0.3}}, so mend it, or delete it to search "
+                         "without BM25") from None
+
+def cut_of(model: str) -> dict: # for `passages_file`; empty: the usual passages
+    "How `anchor-nb adapt` cut the texts that a model was trained and scored on."
+    return {name: value for name, value in search_facts(model).items() if name in ("words", "titled")}
+
+def corpus_sources(corpus: str, cut: dict = {}) -> list: # of sources, in alphabetical order; cut: from `cut_of`
     "The files of a corpus; of a BEIR folder its documents alone, of texts the table of their passages."
     folder = Path(corpus).expanduser()
-    if folder.is_file() and folder.suffix.lower() in (*MARKUP, *OFFICE): return [str(passages_file(folder))]
+    if folder.is_file() and folder.suffix.lower() in (*MARKUP, *OFFICE): return [str(passages_file(folder, **cut))]
     task = set_in(folder)
     if (beir := texts_file(task, "corpus")) and (splits_of(task) or texts_file(task, "queries")): return [str(beir)]
     tables = [path for path in (folder.iterdir() if folder.is_dir() else ()) if format_of(path)[0]]
-    if not tables and holds_texts(folder): return [str(passages_file(folder))] # what cannot be read is named
+    if not tables and holds_texts(folder): return [str(passages_file(folder, **cut))] # what cannot be read is named
     try: sources = list(find_sources(corpus).values())
     except FileNotFoundError as error:
-        if all(map(Path.exists, tables)) and holds_texts(folder): return [str(passages_file(folder))]
+        if all(map(Path.exists, tables)) and holds_texts(folder): return [str(passages_file(folder, **cut))]
         raise FileNotFoundError(str(error).replace("data=", "corpus=", 1)) from None
     try: below = files_below(folder) if folder.is_dir() else []
     except OSError: below = [] # a folder that may not be read; its tables are elsewhere
@@ -138,9 +153,9 @@ def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the cont
                                 for k, start in enumerate(starts)]
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #6a4bf073
-def survey_all(corpus: str, rows: int) -> tuple: # (sources, hash of each, list of `Piece` of all)
+def survey_all(corpus: str, rows: int, cut: dict = {}) -> tuple: # (sources, hash of each, list of `Piece` of all)
     "Cut all sources of a corpus into pieces; none crosses the end of a source."
-    sources, hashes, pieces = corpus_sources(corpus), [], []
+    sources, hashes, pieces = corpus_sources(corpus, cut), [], []
     for source in sources:
         digest, cut = survey(source, rows, sum(piece.rows for piece in pieces))
         hashes.append(digest)
@@ -375,7 +390,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #22b8c0f1
 def survey_corpus(settings: Encoding) -> tuple: # (manifest, list of `Piece`)
     "Cut a corpus into shards, and describe it; ValueError when it has no rows."
-    sources, hashes, pieces = survey_all(settings.corpus, settings.shard_rows)
+    sources, hashes, pieces = survey_all(settings.corpus, settings.shard_rows, cut_of(settings.model))
     total = lambda source: sum(piece.rows for piece in pieces if piece.source == source)
     name = lambda source: source if source.startswith("hf:") or is_address(source) else Path(source).name
     corpus = [dict(source=name(source), sha256=digest, rows=total(source)) for source, digest in zip(sources, hashes)]

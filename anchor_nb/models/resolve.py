@@ -238,9 +238,13 @@ def start_of(name: str) -> str: # folder or hub id of whole weights
                          "run's folder, or merge it: AnchorEmbedder.from_pretrained(...).save_pretrained(folder)")
     return model
 
+# %% ../../nbs/models/05_resolve.ipynb #8030fa36
+BESIDE = ("README.md", "search.json", "adapted.json", "certificate.json", "onnx", "openvino", "gguf")
+
 # %% ../../nbs/models/05_resolve.ipynb #bea71669
 def model_files(model: str, digits: int = 64) -> list: # of hashes so long; of a model on the hub its name and commit
-    "What identifies a model; the base of an adapter is part of it."
+    "What decides a model's vectors: its files without those `BESIDE` them, and those of an adapter's base."
     folder = find_model(model)
     if not Path(folder).is_dir(): return [at_commit(folder)]
-    return [content_hash(str(folder))[:digits]] + (model_files(base, digits) if (base := base_of(folder)) else [])
+    of_base = model_files(base, digits) if (base := base_of(folder)) else []
+    return [content_hash(str(folder), BESIDE)[:digits], *of_base]

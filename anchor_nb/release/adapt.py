@@ -25,6 +25,7 @@ from ..data.prompts import LAYOUT_FILE
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
 from ..data.splitting import divide, group_rows, versions, write_test
+from ..data.tables import file_hash, files_below
 from ..data.writers import write_lines, write_pairs
 from ..evaluation.encoders import Candidate, checkpoints, short_name
 from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one,
@@ -32,7 +33,7 @@ from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queri
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
-from ..inference.search import SEARCH
+from ..inference.corpus_encoding import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
@@ -47,7 +48,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import MINI, SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 14 # raised when a step comes to make something else of the same inputs
+MADE = 15 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -262,7 +263,8 @@ def bases_of(recipe: Adapt) -> tuple: # (names, whether they were asked for)
                          "rename one of the folders")
     return list(bases.values()), True
 
-BATCH = 16 # pairs of a step, as preset laptop has it
+BATCH = 16  # pairs of a step, as preset laptop has it
+TOKENS = 256 # of a text, for decoders in training, scoring and export; what MiniLM reads
 
 def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> dict:
     "Stage II on some pairs, resumed where it was stopped."
@@ -270,8 +272,8 @@ def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> di
     began, out = (time.perf_counter(), time.process_time()), Path(os.path.abspath(out)) # resumed under any spelling
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
-                    steps=steps, negatives=int(all(row["negatives"] for row in rows)), seed=seed, save_steps=50,
-                    snapshot_steps=len(rows)//BATCH if steps > len(rows)//BATCH else 0)
+                    max_length=TOKENS, steps=steps, negatives=int(all(row["negatives"] for row in rows)), seed=seed,
+                    save_steps=50, snapshot_steps=len(rows)//BATCH if steps > len(rows)//BATCH else 0)
     with redirect_stdout(sys.stderr):
         inputs = check_inputs(recipe)
         if start_run(recipe.out, inputs.recipe, inputs.data) != "done":
@@ -465,6 +467,13 @@ def judge_step(candidates: dict, test: Retrieval, chosen: str, weights: dict, kn
                 **widest(sheet, chosen, decision["against"], test))
 
 # %% ../../nbs/release/09_adapt.ipynb #323d5578
+def adapted_before(recipe: Adapt) -> list: # of sentences
+    "Bases that an adaptation has delivered, and whose training pairs are not on record."
+    bases = [base for base in bases_of(recipe)[0] if Path(small_files(find_model(base)), ADAPTED).is_file()]
+    return [f"{Path(base).name} was adapted before. Where it was trained on some of these pairs, the test set, drawn "
+            "anew, flatters it and what is trained on it: give new pairs only, or the base that it came from."
+            for base in bases]
+
 def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentences
     "What a reader must know of the inputs."
     read, pairs, split = facts["read"], facts["pairs"], facts["split"]
@@ -498,7 +507,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
             lines.append(f"{label} was trained with {len(facts['seeds'])} seeds; the development split chose one.")
         if facts.get("precision") == "bf16":
             lines.append(f"{label} was scored with weights in bf16, which is faster on this machine.")
-    return lines + [candidate["why"] for candidate in candidates.values() if "why" in candidate]
+    return lines + adapted_before(recipe) + [facts["why"] for facts in candidates.values() if "why" in facts]
 
 def passed_over(result: dict, dev: int) -> list: # of the test set; queries of the development split; -> sentences
     "Candidates that scored higher on the test set than the one that the development split chose."
@@ -582,7 +591,8 @@ Alone it has {own:.1f} nDCG@10, over {queries} queries that training has not see
 TOGETHER = """
 
 Search with it together with BM25, whose weight is {weight:g}, in `passages.jsonl` beside this folder, which has the
-texts as they were scored. `anchor-nb search` and `serve` do so by themselves; in Python:
+texts as they were scored, or in a folder of documents, which is cut into passages in the same way.
+`anchor-nb search` and `serve` do so by themselves; in Python:
 `anchor_nb.inference.search.search_corpus(FOLDER, PASSAGES, [query])`."""
 
 def shown_target(recipe: Adapt) -> str:
@@ -598,15 +608,21 @@ def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: li
                        notes=" ".join(notes), queries=result["verdict"]["queries"],
                        against=result["verdict"]["against"],
                        theirs=100*result["systems"][result["verdict"]["against"]]["score"])
-    if weight := result["systems"][chosen].get("weight"):
-        write_json(part/"model"/SEARCH, dict(bm25=weight))
-        text += TOGETHER.format(weight=weight)
+    weight = result["systems"][chosen].get("weight", 0.0)
+    write_json(part/"model"/SEARCH, dict(bm25=weight, words=recipe.words, titled=bool(recipe.pairs)))
+    if weight: text += TOGETHER.format(weight=weight)
     known = tuned_words(recipe, winner) | {UNSCORED: text}
     write_text(card, without_secrets(with_known(card.read_text(encoding="utf-8"), known)))
     write_json(part/"model"/ADAPTED, {old: without_secrets(new) for old, new in known.items()})
     for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
     (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])
+
+def same_files(one: Path, other: Path, but: tuple = ()) -> bool: # but: names that do not count
+    "Whether two folders hold the same files."
+    held = [{path.relative_to(folder): file_hash(path) for path in files_below(folder) if path.name not in but}
+            for folder in (one, other)]
+    return held[0] == held[1]
 
 def set_aside(model: Path):
     "Give the model of an earlier run another name, since another verdict is about to stand beside it."
@@ -625,9 +641,11 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
     winner = candidates[chosen.removesuffix(" + BM25")]
     steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("test",),
               target=shown_target(recipe), notes=notes)
-    if "export" in steps.fresh: set_aside(target)
-    with new_folder(target) as part: shutil.copytree(steps.folder("export"), part, dirs_exist_ok=True,
-                                                     ignore=shutil.ignore_patterns("step.json", "files.json"))
+    made, records = steps.folder("export"), ("step.json", "files.json")
+    if not (target.exists() and same_files(target, made, records)): # or edited, or put back by hand
+        set_aside(target)
+        with new_folder(target) as part:
+            shutil.copytree(made, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*records))
     return str(target)
 
 # %% ../../nbs/release/09_adapt.ipynb #check-out
@@ -799,7 +817,7 @@ def outlook(recipe: Adapt) -> list: # of lines
         lines.append(outlook_row("curve", "a fourth and half of the pairs", minutes*recipe.epochs*0.75*train))
     lines.append(outlook_row("test", "all systems, alone and with BM25", systems*searched))
     lines.append(outlook_row("export", "OUT/model with a card, if it is better; OUT/verdict.html"))
-    told = []
+    told = adapted_before(recipe)
     if (Path(recipe.out)/"model").exists():
         told.append("OUT/model is there; if the outcome differs, it is kept as OUT/model.before-1 or the next number")
     if tuning > recipe.minutes:

@@ -104,6 +104,13 @@ def check_tokenizers(folders: list, missing: str):
             raise ValueError(f"token {lone[0]!r} is in only one of {folders[0]} and {folder} ({len(lone)} such tokens);"
                              " missing=copy takes their rows from the model that has them")
 
+def lone_tokens(folders: list) -> dict: # id -> places of the models that have such a token
+    "Tokens that only some models have; the others may have an unused row there."
+    numbers = [set(vocabulary(folder).values()) for folder in folders]
+    if not all(numbers): return {} # not known of one
+    return {number: [place for place, known in enumerate(numbers) if number in known]
+            for number in sorted(set.union(*numbers) - set.intersection(*numbers))}
+
 def check_alike(known: list, file: str, advice: str): # known: of (folder, dict), all with the same keys
     "ValueError names the first key in which a folder differs from the first one."
     for folder, facts in known[1:]:
@@ -197,7 +204,8 @@ def rescaled(weights: list, name: str) -> list:
     if sum(weights): return [weight/sum(weights) for weight in weights]
     raise ValueError(f"{name} is only in models of weight 0; choose a model for it with a policy, or change weights")
 
-def merged_tensor(name: str, models: list, policy: dict, method: str, weights: list, dtype: str = "") -> torch.Tensor:
+def merged_tensor(name: str, models: list, policy: dict, method: str, weights: list, dtype: str = "",
+                  lone: dict = {}) -> torch.Tensor: # lone: from `lone_tokens`
     "A tensor of the result; `models` are of `Weights`."
     method, weights = rule(name, policy, method, weights)
     has = [(model[name], weight) for model, weight in zip(models, weights) if name in model.files]
@@ -213,6 +221,12 @@ def merged_tensor(name: str, models: list, policy: dict, method: str, weights: l
         mixed = mix(rows, shares, method)
         parts.append((mixed if kept.is_floating_point else mixed.round()).to(kept)) # numbers of positions, in BERT
     merged = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if lone and ("embed" in name or "lm_head" in name):
+        tables = {place: model[name] for place, model in enumerate(models) if name in model.files}
+        for row, places in lone.items():
+            there = [place for place in places if place in tables and row < len(tables[place])]
+            if there: merged[row] = mix([tables[place][row] for place in there],
+                                        rescaled([weights[place] for place in there], name), method)
     return (merged.to(getattr(torch, dtype)) if dtype and merged.is_floating_point() else merged).contiguous()
 
 def check_tensors(models: list, missing: str) -> list: # names of all tensors, in order
@@ -309,7 +323,7 @@ def merge_models(models: list,           # run folders or model folders, two or 
         check_tokenizers(folders, missing)
         names = check_tensors(opened, missing)
         check_patterns(policy, names)
-        how = dict(policy=policy, method=method, weights=weights, dtype=dtype)
+        how = dict(policy=policy, method=method, weights=weights, dtype=dtype, lone=lone_tokens(folders))
         with new_folder(out) as part, saving(part, out.name):
             copy_rest(max(folders, key=lambda folder: len(vocabulary(folder))), part)
             write_use(folders, part)

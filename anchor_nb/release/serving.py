@@ -386,7 +386,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     embedders = [AnchorEmbedder.from_pretrained(folder, **how) for folder in folders] # before a corpus is encoded
     rankers, columns = [], {ours: theirs for ours, theirs in columns.items() if ours != "query"} # a set's queries
     for name, folder, place, weight, embedder in zip(names, folders, places, weights, embedders):
-        index = open_index(embedder, corpus.path, place, show_progress_bar=True, columns=columns)
+        index = open_index(embedder, corpus.path, place, show_progress_bar=True, columns=columns, like=folders[0])
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,
                               trained_instruction(folder)))
     return rankers

@@ -112,7 +112,7 @@ def values_in(rows, column: str) -> set: # rows: a table
     return set(rows.select_columns([column]).with_format("arrow")[:][column].unique().to_pylist())
 
 def check_instructions(inputs): # `Inputs`
-    "ValueError for an instruction that leaves no room for text; a warning for a file that has none for a dataset."
+    "ValueError for an instruction that leaves no room for text; a warning where some datasets have none."
     if inputs.instructions is None: return
     bare = []
     for name, rows in looked_through({name: inputs.tables[name] for name in inputs.drawn}).items():
@@ -120,9 +120,11 @@ def check_instructions(inputs): # `Inputs`
         longest = max((*(usual or ()), *written, *values_in(rows, "document_instruction")), key=len, default="")
         inputs.formatter(["text"], longest)
         if usual is None and "" in written: bare.append(name)
-    if bare and inputs.recipe.instructions not in ("paper", "corpora"):
+    ours = inputs.recipe.instructions in ("paper", "corpora")
+    if bare and not (ours and len(bare) == len(inputs.drawn)): # other texts altogether
+        fix = "name the files as the table does, or give a file of instructions" if ours else 'add one, or "*": ""'
         warnings.warn(f"{inputs.recipe.instructions} has no line for {', '.join(bare)}, whose queries get no "
-                      'instruction; add one, or "*": ""')
+                      f"instruction; {fix}")
 
 def check_rows(inputs): # `Inputs`
     "Refuse settings that these rows, or a model of this size, leave without effect."

@@ -6,6 +6,7 @@
 __all__ = ['ReconstructionStep', 'Steps']
 
 # %% ../../nbs/training/04_steps.ipynb #0bdca406
+import warnings
 import numpy as np
 import torch
 from ..data.prompts import Formatter, with_shots
@@ -81,9 +82,9 @@ class ContrastiveStep:
         cut, empty = same_pieces(lengths, self.budget, device)
         self.largest = max(sum(lengths[n] for n in piece) for piece in cut)
         if len(cut) > 1 and is_checkpointed(model) and not self.shrunk:
-            raise ValueError(f"activations are checkpointed, and this batch of {sum(lengths)} tokens needs {len(cut)} "
-                             f"pieces of {self.budget}: checkpointing and GradCache would both recompute it; use "
-                             "gradient_checkpointing=never, or raise micro_tokens")
+            warnings.warn(f"activations are checkpointed, and a batch has more than micro_tokens={self.budget}, so "
+                          "checkpointing and GradCache both recompute it; gradient_checkpointing=never, or more "
+                          "micro_tokens, would save time")
         pieces = [pack_texts([batch.texts[n] for n in piece]).to(device) for piece in cut]
         order = [n for piece in cut[:len(cut) - empty] for n in piece] + [len(lengths) + k for k in range(empty)]
         if self.guide: batch = batch._replace(guide=self.guide.states(batch.guide))

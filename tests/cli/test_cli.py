@@ -204,7 +204,7 @@ def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
 # ---- JSON ----
 
 WITH_JSON = ["analyse", "check", "compare", "decode", "dedup", "doctor", "encode", "evaluate", "export", "filter",
-             "hello", "merge", "plan", "push", "recipe", "recipes", "search", "split", "sweep"]
+             "hello", "merge", "plan", "push", "recipe", "recipes", "search", "split", "sweep", "testset"]
 
 
 def noisy(found):
@@ -230,6 +230,7 @@ def stubbed(monkeypatch, tmp_path):
     stub("data.inspection.inspect_pairs", dict(unit="words", max_length=8, datasets={}))
     stub("data.splitting.split_pairs", dict(rows=3, groups=3, by="", pairs=dict(a=2), queries=1, documents=3,
                                             interval=98.0, largest_group=1))
+    stub("inference.own_pairs.question_set", dict(queries=1, documents=3, lost=["who?"]))
     stub("cli.doctor.checks", [])
     stub("inference.corpus_encoding.encode_corpus",
          dict(rows=1, shards=1, bytes=8, made_rows=1, seconds=1.0, complete=True))
@@ -256,7 +257,8 @@ def stubbed(monkeypatch, tmp_path):
                  filter=["x", "--out", "y", "--min-margin", "0", "--max-margin", "1"],
                  hello=["--out", str(tmp_path/"x.png")], merge=["a", "b", "--out", "y"],
                  push=["x", "me/x"], recipe=["e5"],
-                 search=["tiny", "x", "who?"], sweep=["alpha"], analyse=out, evaluate=out[:2])
+                 search=["tiny", "x", "who?"], sweep=["alpha"], analyse=out, evaluate=out[:2],
+                 testset=["x", "--pairs", "y", "--out", "z"])
     return {name: [name, *words.get(name, [])] for name in WITH_JSON}
 
 

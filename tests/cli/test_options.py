@@ -207,8 +207,9 @@ def test_what_is_searched_with_bm25_is_scored_with_it_too(tmp_path):
         (tmp_path/name/"config.json").write_text("{}")
         (tmp_path/name/"search.json").write_text(text)
     given = evaluate_parameters([str(tmp_path/"a"), str(tmp_path/"b"), "minilm"], "", ["x"], "", {}, {})["models"]
-    assert list(given) == ["a", "b", "minilm", "a + BM25"]
+    assert list(given) == ["a", "b", "minilm", "a + BM25", "minilm + BM25"], "the last is what it has to beat"
     assert given["a + BM25"] == dict(model=str(tmp_path/"a"), bm25=0.2)
+    assert given["minilm + BM25"] == dict(model="minilm", bm25=0.2)
 
 
 def test_a_file_s_snapshots_hold_for_models_that_are_named(tmp_path):

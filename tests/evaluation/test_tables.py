@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.evaluation.significance import bootstrap
+from anchor_nb.evaluation.significance import over_seeds
 from anchor_nb.evaluation.tables import (comparable, completed, expected_vs_obtained, inconsistencies, our_label, paper,
                                          paper_cells, paper_rows, paper_tasks, results_table, significance_table,
                                          task_means, task_type, tolerance)
@@ -208,10 +208,10 @@ def test_lines_agree_with_the_rows_and_only_items_give_intervals():
     assert table["items"].tolist()[0] == 50 and np.isnan(table["low"][1])
 
 
-def test_the_line_over_tasks_draws_tasks():
+def test_the_line_over_tasks_has_an_interval_over_tasks():
     table = significance_table(THEIRS, {}, [("llama-3.1-8b/anchor", "llama-3.1-8b/baseline")])
     scores = paper()["table14_15_tasks"]
-    found = bootstrap([scores[task]["llama-3.1-8b/anchor"] - scores[task]["llama-3.1-8b/baseline"]
+    found = over_seeds([scores[task]["llama-3.1-8b/anchor"] - scores[task]["llama-3.1-8b/baseline"]
                        for task in sorted(scores)])
     assert len(table) == 57 and table.iloc[-1][["difference", "low", "high"]].tolist() == pytest.approx([found.mean,
                                                                                                          found.low,

@@ -171,10 +171,16 @@ def test_scores_are_gathered_in_one_ledger_and_a_failed_arm_is_reported(tmp_path
 
 
 def test_what_is_not_there_is_said_before_anything_runs(tmp_path):
-    arms = {"late": {"stage2.model": str(tmp_path/"no-model")}, "first": {}}
-    for changes in arms["late"], {"stage2.data": "no-such.csv"}, {"evaluate.benchmark": "papr15", "evaluate.tasks": []}:
-        with pytest.raises((ValueError, FileNotFoundError), match="no-model|no-such.csv|papr15"):
-            sweeps.run_sweep(dict(preset="smoke", base={}, seeds=[], arms=arms | {"late": changes}, grid=[]),
+    none = str(tmp_path/"none")
+    for changes, said in (({"stage2.guide": f"{none}/model", "stage2.margin": "absolute"}, "none/model"),
+                          ({"stage2.data": "no-such.csv"}, "no-such.csv"),
+                          ({"evaluate.benchmark": "papr15", "evaluate.tasks": []}, "papr15"),
+                          ({"stage2.instructions": f"{none}.yaml"}, "none.yaml"),
+                          ({"evaluate.data_root": none}, "data_root"),
+                          ({"stage2.model": "tiny"}, "stage2 starts from what stage1 has made"),
+                          ({"evaluate.models": {"mine": "tiny"}}, "a sweep chooses evaluate.models itself")):
+        with pytest.raises((ValueError, FileNotFoundError), match=said):
+            sweeps.run_sweep(dict(preset="smoke", base={}, seeds=[], arms={"late": changes, "first": {}}, grid=[]),
                              tmp_path/"root")
     assert not (tmp_path/"root").exists()
 

@@ -225,7 +225,8 @@ def test_the_commands_on_the_pages_are_there():
 
     from anchor_nb.cli.main import app
     commands = get_command(app).commands
-    texts = [README] + ["".join(cell["source"]) for path in (NBS/"pages").glob("*.ipynb")
+    told = *(NBS/"pages").glob("*.ipynb"), *(NBS/"tutorials").glob("*.ipynb"), NBS/"paper/reproduce.ipynb"
+    texts = [README] + ["".join(cell["source"]) for path in told
                         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
     used = re.findall(r"anchor-nb ([a-z]\w*)([^#`\n]*)", "\n".join(texts))
     assert len(used) > 25

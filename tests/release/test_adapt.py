@@ -1,4 +1,5 @@
 "Documents in, a model or a plain no out: bad input, resuming, the refusal. Training and scoring are replaced in most."
+import inspect
 import json
 import random
 import shutil
@@ -16,11 +17,13 @@ from anchor_nb.data.rows import load_pairs
 from anchor_nb.data.writers import write_pairs
 from anchor_nb.evaluation.encoders import Candidate
 from anchor_nb.evaluation.verdict import Ranked
+from anchor_nb.inference.corpus_encoding import cut_of
 from anchor_nb.inference.own_pairs import match_pairs
 from anchor_nb.inference.search import bm25_weight
 from anchor_nb.release import adapt as module
 from anchor_nb.release.adapt import adapt, outlook
 from anchor_nb.release.card import UNSCORED, UNTRAINED
+from anchor_nb.runs.ledger import read_json
 
 datasets.disable_progress_bars()
 WORDS = "mill river bread oven rabbit harbour ladder candle forest winter letter garden".split()
@@ -317,6 +320,9 @@ def test_a_decoder_goes_through_stage_two_and_the_development_part_chooses_its_e
     module.export_step(Adapt(**sizes), tmp_path/"model", winner, found, ["A note."], "tiny tuned + BM25")
     assert "Better." in (tmp_path/"model/README.md").read_text() and (tmp_path/"model/modules.json").is_file()
     assert bm25_weight(tmp_path/"model") == 0.3, "what was scored is what is searched with"
+    assert read_json(tmp_path/"model/anchor_nb.json")["layout"]["max_length"] == module.TOKENS == 256
+    assert inspect.signature(module.opened).parameters["max_length"].default == module.TOKENS, "as it was scored"
+    assert cut_of(str(tmp_path/"model")) == dict(words=160, titled=False)
     short = Adapt(**sizes | dict(minutes=1e-6))
     left_out = module.size_step(short, "tiny", rows, False)
     assert "was left out" in left_out["why"]
@@ -365,6 +371,13 @@ def test_a_model_that_replaces_another_leaves_it_beside(tmp_path, quick):
     for epochs, kept in ((3, 0), (3, 0), (2, 1), (1, 2)):
         assert Path(adapt(recipe(tmp_path, epochs=epochs))["model"]).is_dir()
         assert len(list((tmp_path/"out").glob("model.before-*"))) == kept
+    (tmp_path/"out/model/search.json").write_text('{"bm25": 0.9}') # by hand
+    again = adapt(recipe(tmp_path, epochs=1))
+    assert again["fresh"] == [] and "0.9" in (tmp_path/"out/model.before-3/search.json").read_text()
+    assert "0.9" not in (tmp_path/"out/model/search.json").read_text()
+    (tmp_path/"out/model/config.json").write_text("{}")
+    told, = module.adapted_before(recipe(tmp_path, base=str(tmp_path/"out/model")))
+    assert told.startswith("model was adapted before")
 
 
 def test_a_file_that_is_not_read_changes_nothing_after_reading(tmp_path, quick, capsys):

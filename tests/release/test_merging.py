@@ -119,6 +119,20 @@ def grown(pair, folder):
     return str(folder)
 
 
+def test_a_token_that_one_model_has_is_not_averaged_with_an_unused_row(pair, tmp_path):
+    from transformers import AutoModelForCausalLM
+    larger, tables = grown(pair, tmp_path/"larger"), {}
+    padded = AutoModelForCausalLM.from_pretrained(pair/"a")
+    padded.resize_token_embeddings(padded.config.vocab_size + 1) # a row that no token has
+    shutil.copytree(pair/"a", tmp_path/"padded")
+    padded.save_pretrained(tmp_path/"padded")
+    merge_models([str(tmp_path/"padded"), larger], str(tmp_path/"out"), missing="copy")
+    for name in ("out", "larger", "padded"):
+        tables[name] = load_file(tmp_path/name/"model.safetensors")["model.embed_tokens.weight"]
+    torch.testing.assert_close(tables["out"][-1], tables["larger"][-1])
+    torch.testing.assert_close(tables["out"][:-1], (tables["padded"] + tables["larger"])[:-1]/2)
+
+
 def test_a_grown_vocabulary_is_refused_or_let_through(pair, tmp_path):
     larger = grown(pair, tmp_path/"larger")
     for models in ([str(pair/"a"), larger], [larger, str(pair/"a")]):

@@ -28,11 +28,11 @@ def test_how_does_not_change_what(name, tmp_path):
     for how in ("prepared", "both"): assert_same_trajectory(rows(tmp_path/"plain"), rows(tmp_path/how), 1e-9)
 
 
-def test_nothing_is_recomputed_twice(tmp_path):
-    "Checkpointing and GradCache together are refused."
+def test_what_is_recomputed_twice_is_told(tmp_path):
+    "Checkpointing and GradCache together cost time; a run does not end over it."
     from anchor_nb.training.trainer import train
-    with pytest.raises(ValueError, match="would both recompute"):
-        train(recipe(Stage2, tmp_path/"run", micro_tokens=60, gradient_checkpointing="always"))
+    with pytest.warns(UserWarning, match="both recompute"):
+        train(recipe(Stage2, tmp_path/"run", steps=2, micro_tokens=60, gradient_checkpointing="always"))
 
 
 def test_memory_that_runs_out_with_checkpointing_keeps_it(tmp_path, monkeypatch):
