@@ -22,7 +22,7 @@ from .inputs import whole_number
 from .interface import RoleEncoder
 from .loading import use_of
 from .pooling import needs_last_only, pack_texts, pool_states, pooling as pooling_by_name
-from .resolve import base_of, find_model
+from .resolve import BESIDE, base_of, find_model
 
 # %% ../../nbs/models/10_embedder.ipynb #45e83fcc
 def check_base(folder: str, base: str): # base: as `base_of` gives it
@@ -42,9 +42,9 @@ def load_weights(folder: str, **how): # -> a causal language model
 
 # %% ../../nbs/models/10_embedder.ipynb #801af192
 def on_disk(sources: tuple) -> list: # the system's metadata of each file
-    "Metadata that shows whether the files a model was loaded from have changed."
+    "Metadata that shows whether the files a model was loaded from have changed; what lies `BESIDE` them may."
     files = [file for source in sources if Path(source).is_dir() for file in sorted(Path(source).rglob("*"))
-             if file.is_file()]
+             if file.is_file() and not set(BESIDE).intersection(file.relative_to(source).parts)]
     return [(str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for file in files
             for status in [file.stat()]]
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from anchor_nb.evaluation.comparison import Part, difference
 from anchor_nb.evaluation.significance import over_seeds
-from anchor_nb.evaluation.tables import (comparable, completed, expected_vs_obtained, inconsistencies, our_label, paper,
-                                         paper_cells, paper_rows, paper_tasks, results_table, significance_table,
+from anchor_nb.evaluation.tables import (by_seed, comparable, completed, expected_vs_obtained, inconsistencies,
+                                         our_label, paper, paper_backbone, paper_cells, paper_rows, paper_tasks, results_table, significance_table,
                                          task_means, task_type, tolerance)
 
 THEIRS = paper_rows()
@@ -219,6 +220,21 @@ def test_the_line_over_tasks_has_an_interval_over_tasks():
                                                                                                         abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["ablation", "alpha", "early", "objectives", "stages", "steps"])
+def test_the_arms_of_the_papers_sweeps_are_found_by_its_tables(name):
+    from anchor_nb.experiments.sweeps import arms_of, read_sweep
+    known = {cell["label"] for cell in paper_cells()}
+    for arm in arms_of(read_sweep(name)):
+        assert our_label(f"llama-3.2-1b/{arm.label}", {arm.label}, paper_backbone("meta-llama/Llama-3.2-1B-Instruct")
+                         ) == arm.label and f"llama-3.2-1b/{arm.label}" in known, arm.label
+
+
+def test_a_ledger_of_its_own_may_call_the_longer_run_baseline_too():
+    assert our_label("llama-3.2-1b/baseline_3000", {"baseline"}, "llama-3.2-1b") == "baseline"
+    assert our_label("llama-3.2-1b/baseline_3000", {"baseline", "baseline_3000"}, "llama-3.2-1b") == "baseline_3000"
+    assert paper_backbone("mistralai/Mistral-7B-v0.1") == "mistral-7b"
+
+
 # ---- as code ----
 
 @pytest.mark.parametrize("name", ["tables", "significance"])
@@ -231,3 +247,17 @@ def test_importing_loads_no_heavy_library(name):
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="paper56, paper15, beir14"): paper_tasks("mteb")
     with pytest.raises(ValueError, match="'SciFacts'"): task_type("SciFacts")
+
+
+def test_tasks_that_were_asked_in_other_ways_stay_together():
+    "Each `evaluate --task A --instructions ...` makes another revision of the same model."
+    rows = [row(task="a", model="m1", system="s"), row(task="b", model="m2", system="s", instructions="file-1"),
+            row(task="c", model="m3", system="other")]
+    assert list(by_seed(rows[:2])) == ["a", "b"] and list(by_seed(rows)) == ["c"]
+    assert list(by_seed([row(task="a", model="m1"), row(task="b", model="m2")])) == ["b"], "rows of before"
+
+
+def test_one_trained_run_is_no_constant_beside_several():
+    part = lambda *seeds: Part(dict(zip(seeds, (0.5, 0.6, 0.7))), [None])
+    assert difference(part(1, 2, 3), part(7)) is None, "whatever its seed is called"
+    assert difference(part(1, 2, 3), part(None)).low > -1, "a model that was not trained here"

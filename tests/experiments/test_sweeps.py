@@ -199,3 +199,25 @@ def test_ctrl_c_has_the_running_stage_write_a_checkpoint(tmp_path):
     assert [path.name.startswith("checkpoint-") for path in root.glob("stage1-*/checkpoint-*")], "no checkpoint"
     manifest, = [ledgers.read_json(path) for path in root.glob("stage1-*/run.json")]
     assert manifest["status"] == "stopped"
+
+
+@pytest.mark.parametrize("address, said", [("stage2.model", "write stage1.model"), ("anchor.model", "baseline.model"),
+                                           ("stage1.out", "name that folder")])
+def test_a_pipeline_s_steps_are_not_parted(address, said):
+    from anchor_nb.experiments.pipeline import plan
+    with pytest.raises(ValueError, match=said): plan("smoke", Path("runs/x"), {address: "tiny"})
+    steps = {step.name: step.parameters for step in plan("smoke", Path("runs/x"), {"baseline.model": "smollm2-135m"})}
+    assert steps["baseline"]["model"] == "smollm2-135m" and steps["anchor"]["model"] == "runs/x/stage1/model"
+
+
+def test_a_sweep_of_the_paper_on_another_backbone():
+    given = dict(preset="llama-3.2-3b", given={"stage2.temperature": 0.1})
+    from unittest import mock
+    with mock.patch.object(sweeps, "plan_sweep", side_effect=lambda sweep, root: (_ for _ in ()).throw(Seen(sweep))):
+        with pytest.raises(Seen) as seen: sweeps.run_sweep("stages", "runs/x", dry_run=True, **given)
+    sweep = seen.value.args[0]
+    assert (sweep["preset"], sweep["base"]["stage2.temperature"]) == ("llama-3.2-3b", 0.1)
+    assert sweep["base"]["evaluate.benchmark"] == "paper15", "the rest is the file's"
+
+
+class Seen(Exception): "Carries what a call was given."

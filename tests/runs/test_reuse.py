@@ -1,5 +1,6 @@
 "Stored vectors are used again only where everything that decides them is the same, in effect and not by name."
 import json
+import shutil
 from dataclasses import fields, replace
 
 import numpy as np
@@ -147,3 +148,32 @@ def test_mining_stores_vectors_by_all_that_decides_them(tmp_path, monkeypatch):
     changed = [dict(texts="b"), dict(instruction="Find it"), dict(precision="bf16"), dict(pooling="mean"),
                dict(max_length=32), dict(dtype="int8"), dict(model="minilm")]
     assert len({first, *(folder(**each) for each in changed)}) == len(changed) + 1 == len(made)
+
+
+def test_what_lies_beside_the_weights_leaves_an_index_as_it_is(tmp_path):
+    from anchor_nb.models.resolve import resolve_model
+    shutil.copytree(resolve_model("tiny"), tmp_path/"tiny")
+    Index(AnchorEmbedder.from_pretrained(str(tmp_path/"tiny")), TEXTS).save(tmp_path/"index")
+    (tmp_path/"tiny/README.md").write_text("licence: mit")
+    (tmp_path/"tiny/search.json").write_text('{"bm25": 0.3}')
+    (tmp_path/"tiny/onnx").mkdir()
+    (tmp_path/"tiny/onnx/model.onnx").write_text("a graph")
+    assert len(Index.load(AnchorEmbedder.from_pretrained(str(tmp_path/"tiny")), tmp_path/"index")) == len(TEXTS)
+    (tmp_path/"tiny/other.json").write_text("{}")
+    with pytest.raises(ValueError, match="differs in the content of the model"):
+        Index.load(AnchorEmbedder.from_pretrained(str(tmp_path/"tiny")), tmp_path/"index")
+
+
+def test_a_folder_is_cut_as_the_model_was_adapted(tmp_path):
+    from anchor_nb.models.resolve import resolve_model
+    shutil.copytree(resolve_model("tiny"), tmp_path/"tiny")
+    (tmp_path/"docs").mkdir()
+    (tmp_path/"docs/mill.md").write_text("# The mill\n\n" + " ".join(f"word{n}." for n in range(60)))
+    embedder, corpus = AnchorEmbedder.from_pretrained(str(tmp_path/"tiny")), str(tmp_path/"docs")
+    usual = open_index(embedder, corpus, like=str(tmp_path/"tiny"))
+    (tmp_path/"tiny/search.json").write_text('{"bm25": 0.0, "words": 20, "titled": false}')
+    adapted = open_index(embedder, corpus, like=str(tmp_path/"tiny"))
+    assert len(usual) == 1 and usual.texts[0].startswith("The mill")
+    assert len(adapted) > 2 and not any("mill" in text for text in adapted.texts)
+    encode_corpus(corpus, str(tmp_path/"tiny"), str(tmp_path/"shards"))
+    assert Index.from_shards(embedder, tmp_path/"shards", corpus).texts == adapted.texts

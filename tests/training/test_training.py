@@ -353,3 +353,11 @@ def test_an_objective_of_your_own(tmp_path, monkeypatch):
         train(recipe(Stage1, tmp_path/"whole", **settings))
     with pytest.raises(ValueError, match="align_own.py has no class 'Aline'"):
         train(recipe(Stage1, tmp_path/"other", **settings | dict(objectives={"align_own:Aline": 1.0})))
+
+
+def test_the_disk_is_asked_for_checkpoints_too():
+    from anchor_nb.training.trainer import disk_needed
+    model = torch.nn.Linear(10, 10, bias=False) # 400 bytes
+    every = lambda **how: Stage1(data="x", out="y", save_steps=5, keep_last=2, **how)
+    assert disk_needed(model, every(), 0) == 400 + 3*3*400 and disk_needed(model, every(), 2) == 400 + 3*400
+    assert disk_needed(model.requires_grad_(False), every(), 0) == 400, "adapters are all that a checkpoint has"
