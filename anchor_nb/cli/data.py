@@ -79,8 +79,8 @@ def testset(documents: argument(str, "a folder of texts, a table, or hf:org/name
     from anchor_nb.inference.own_pairs import question_set
     with answering(as_json) as answer:
         facts = question_set(documents, pairs, out, like, read_columns(columns), read_columns(document_columns))
-        missing = [f"{len(facts['lost'])} answers are in no document, such as that of {facts['lost'][0]!r}"
-                   for _ in facts["lost"][:1]]
+        missing = [f"no document has the answer to {len(facts['lost'])} of the questions, such as {question!r}"
+                   for question in facts["lost"][:1]]
         answer(facts, f"{facts['queries']} questions over {facts['documents']} passages in {out}",
                *map(printable, missing), f"next: anchor-nb evaluate {quote(like or 'MODEL')} --task {quote(out)}")
 

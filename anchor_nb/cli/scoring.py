@@ -14,6 +14,7 @@ import typer
 from ..core.recipe import RECIPES, Analyse
 from ..experiments.torchrun import read_pairs, read_parameter_file
 from ..experiments.stages import StageError, run_stage
+from ..models.resolve import is_here
 from ..runs.ledger import read_json, read_rows
 from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterFile,
                                Parameters, Preset, Quiet, answering, app, argument, folder_of, gather, option,
@@ -42,7 +43,8 @@ def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: st
     if models and "models" in given:
         raise ValueError("models are given twice, by place and by name; leave one out")
     both = beside_words(labelled(models))
-    bar = {"minilm + BM25": dict(model="minilm", bm25=max(one["bm25"] for one in both.values()))} if both else {}
+    beside = "minilm" in (base | given).get("yardsticks", ["minilm"]) and is_here("minilm") and bool(both)
+    bar = {"minilm + BM25": dict(model="minilm", bm25=max(one["bm25"] for one in both.values()))} if beside else {}
     words = dict(models=labelled(models) | both | bar, snapshots=snapshots) if models else {}
     words |= dict(benchmark=benchmark) if benchmark else {}
     words |= dict(tasks=list(tasks)) if tasks else {}
@@ -72,9 +74,14 @@ def check_sets(tasks: list, columns: dict):
 
 def beside_words(models: dict) -> dict: # label -> model; -> of `encoders.candidates`
     "Each model that search and serve use together with BM25, as its folder says, together with it."
+    if not models: return {}
     from anchor_nb.evaluation.encoders import built_as
-    from anchor_nb.inference.search import bm25_weight
-    weights = {label: bm25_weight(model) for label, model in models.items() if model != "bm25" and not built_as(model)}
+    from anchor_nb.models.loading import search_facts
+    def weight_of(model):
+        if model == "bm25" or built_as(model): return 0.0
+        try: return search_facts(model).get("bm25", 0.0)
+        except FileNotFoundError: return 0.0 # which is told when it is looked for
+    weights = {label: weight_of(model) for label, model in models.items()}
     return {f"{label} + BM25": dict(model=models[label], bm25=weight) for label, weight in weights.items() if weight}
 
 @app.command("evaluate", rich_help_panel=SCORE, help=RECIPES["evaluate"].__doc__)
@@ -131,7 +138,8 @@ def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FO
     if text in known: return Side(text, ledger)
     if not (Path(text)/"ledger.jsonl").is_file():
         check_scored(text, ledger)
-        return Side(model_label(text), ledger)
+        both = next((name for name in beside_words({model_label(text): text}) if name in known), "")
+        return Side(both or model_label(text), ledger) # as it is searched
     trained = [label for label in labels(Path(text)) if not is_yardstick(label)]
     if len(trained) != 1:
         raise ValueError(f"{text} holds the scores of {', '.join(trained) or 'no model'}; write {text}:LABEL")

@@ -223,7 +223,7 @@ def outcome(result: dict, dry_run: bool) -> list: # of lines; result: from `run_
 def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: list them") = "",
           out: option(str, "folder of all runs, which sweeps may share", "--out", "-o") = "runs/sweeps",
           at_once: option(int, "runs at a time") = 1,
-          preset: option(str, "of all arms, in place of the file's") = "",
+          preset: option(str, "in place of the file's; an arm's own preset stays") = "",
           parameter: option(list[str], "one parameter of a stage in all arms; give it as often as you need",
                                        "-p", "--parameter", metavar="STAGE.NAME=VALUE") = [],
           slurm: Slurm = [], dry_run: DryRun = False, as_json: AsJson = False):

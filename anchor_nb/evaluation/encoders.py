@@ -17,7 +17,6 @@ from ..core.progress import announce
 from ..models.resolve import BUILT_MODELS, MODELS, find_model, model_files, spellings
 from ..data.corpora import asked_in_training
 from ..data.prompts import LAYOUT_FILE
-from ..models.pooling import POOLINGS
 from ..models.loading import KINDS, WHOLE_BEGINNING, json_or_empty, kind_of, small_files
 from ..runs.identity import ENGINE, engine_of
 from ..inference.words import DEPTH, fuse
@@ -175,6 +174,7 @@ def of_one(label: str, options: dict, snapshots: bool) -> list: # of `Candidate`
 def check_options(label: str, given: dict, library: str): # given: the options that were given
     "Refuse incompatible options and impossible values."
     from anchor_nb.models.embedder import WeightPrecision
+    from anchor_nb.models.pooling import POOLINGS
     def refuse(name, fix):
         raise ValueError(f"models: {label} has {name}={given[name]!r}{fix}")
     for name in OURS:
@@ -243,10 +243,11 @@ def number_type(devices: list = ()) -> str:
     return "bfloat16" if gpu and has_bf16() else "float32"
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #274a3c78
-def system(candidate: Candidate) -> dict: # plain values
-    "What identifies a model and the way it is used, whatever is asked of it."
+def system(candidate: Candidate, devices: list = ()) -> dict: # plain values
+    "What identifies a model and the way it computes, whatever is asked of it."
     parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling,
-                 template=candidate.template)
+                 template=candidate.template, engine=engine_of("evaluate"),
+                 dtype=number_type(devices) if candidate.library == "anchor_nb" else "float32")
     parts |= extras(candidate) | shortened(candidate) | similarity_of(candidate) | blended(candidate)
     return parts | (dict(adapter=weights_of(candidate.adapter)) if candidate.adapter else {})
 
@@ -265,9 +266,8 @@ def revision(candidate: Candidate,
     from importlib.metadata import version
     words = f"bm25s {version('bm25s')}, PyStemmer {version('PyStemmer')}, scoring {ENGINE['scoring']}"
     if candidate.library == "bm25": return words
-    parts = system(candidate) | dict(max_length=max_length, instructions=instructions,
-                                     rerank=rerank_documents_instructed, engine=engine_of("evaluate"),
-                                     dtype=number_type(devices) if candidate.library == "anchor_nb" else "float32")
+    parts = system(candidate, devices) | dict(max_length=max_length, instructions=instructions,
+                                              rerank=rerank_documents_instructed)
     return digest(parts | (dict(words=words) if candidate.bm25 else {}))
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #f5810ec6
@@ -299,7 +299,7 @@ def unlike_training(chosen: list,       # of `Candidate`
     "Warn of models that were trained with one instruction, or with none, and of tasks that ask otherwise."
     warnings = {}
     for candidate in chosen:
-        if candidate.label in warnings or len(known := trained_with(candidate)) != 1: continue
+        if candidate.bm25 or candidate.label in warnings or len(known := trained_with(candidate)) != 1: continue
         usual = known.pop()
         others = [task for task, instruction in instructions.items() if instruction != usual]
         if not others: continue

@@ -30,7 +30,6 @@ def ledger_rows(result: Evaluation,
     how = dict(instructions=instructions_id.partition(",")[0], library=candidate.library, pooling=candidate.pooling,
                template=candidate.template, **extras(candidate), **shortened(candidate), **blended(candidate), **common)
     if candidate.library == "bm25": how |= dict(max_length=0, tokens=0, instructions="none") # it reads whole texts
-    else: how["system"] = digest(system(candidate))
     fields = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
     where = dict(queries=result.queries, documents=result.documents, data=result.data, model=model,
                  manifest=candidate.manifest, training_seed=candidate.training_seed, seconds=result.seconds)
@@ -55,6 +54,7 @@ class Job:
     candidate: Candidate
     model: str   # its revision
     tasks: list  # of mteb
+    system: str = "" # what identifies it whatever it is asked; empty: BM25
 
 def model_of(candidate: Candidate, settings, instructions_id: str) -> str: # settings: an `Evaluate` recipe
     "The revision of a candidate under the settings of an evaluation."
@@ -73,7 +73,8 @@ def lacking(candidates: list, known: set, keys: dict, settings, instructions_id:
         model = model_of(candidate, settings, instructions_id)
         missing = [task for (name, data), task in keys.items()
                    if can(candidate, task) and (candidate.label, candidate.step, name, model, data) not in known]
-        if missing: jobs.append(Job(candidate, model, missing))
+        whose = digest(system(candidate, settings.devices)) if candidate.library != "bm25" else ""
+        if missing: jobs.append(Job(candidate, model, missing, whose))
     return jobs
 
 # %% ../../nbs/evaluation/05_scores.ipynb #998a2f81
@@ -110,7 +111,7 @@ def record(job: Job, task, encoder, out: Path, **common) -> Evaluation: # common
     except (OSError, ValueError):
         result = evaluate_task(encoder, task, Path(out)/"mteb")
         save_evaluation(result, path)
-    append_rows(Path(out)/"ledger.jsonl", ledger_rows(result, job.candidate, job.model, **common))
+    append_rows(Path(out)/"ledger.jsonl", ledger_rows(result, job.candidate, job.model, system=job.system, **common))
     return result
 
 def free():
@@ -206,7 +207,8 @@ def rebuild(job: Job, task, embedder, settings, instruction: str, **common) -> d
     metrics = remembered(embedder, pairs, instruction, rules_of(job.candidate.source), seed=settings.seed)
     result = Evaluation(f"reconstruction:{task.metadata.name}", "Reconstruction", "", metrics,
                         rebuilt_data(task, settings), len(pairs), len(pairs), round(time.monotonic() - started, 2))
-    append_rows(Path(settings.out)/"ledger.jsonl", ledger_rows(result, job.candidate, job.model, **common))
+    append_rows(Path(settings.out)/"ledger.jsonl", ledger_rows(result, job.candidate, job.model, system=job.system,
+                                                               **common))
     return metrics
 
 # %% ../../nbs/evaluation/05_scores.ipynb #2545e60b

@@ -37,7 +37,7 @@ from ..models.inputs import beginning
 from ..models.embedder import AnchorEmbedder, on_disk
 from ..models.engines import int8_rows
 from ..models.interface import ahead
-from ..models.loading import chain, small_files, use_of
+from ..models.loading import chain, search_facts, use_of
 from ..models.resolve import find_model, model_files
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #a8a7b61b
@@ -90,17 +90,6 @@ class Piece(NamedTuple):
     digest: str   # of its lines, or of the whole table
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
-SEARCH = "search.json" # in the folder of a model
-
-def search_facts(model: str) -> dict: # bm25, words, titled; empty where there are none
-    "How `anchor-nb adapt` searched with a model."
-    path = small_files(find_model(model))/SEARCH
-    if not path.is_file(): return {}
-    try: return (facts := json.loads(path.read_text(encoding="utf-8"))) | dict(bm25=float(facts["bm25"]))
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} is damaged; it should be like {{\"bm25\": 0.3}}, so mend it, or delete it to search "
-                         "without BM25") from None
-
 def cut_of(model: str) -> dict: # for `passages_file`; empty: the usual passages
     "How `anchor-nb adapt` cut the texts that a model was trained and scored on."
     return {name: value for name, value in search_facts(model).items() if name in ("words", "titled")}
@@ -476,7 +465,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
     keep_apart(out, corpus=str(corpus), model=[str(model), *chain(find_model(str(model)))])
     first, shared = shared_run()
     announce("reading texts from", corpus)
-    corpus_sources(settings.corpus) # before a folder is made
+    corpus_sources(settings.corpus, cut_of(settings.model)) # before a folder is made
     with locked(Path(out)) if first else nullcontext():
         with signs_of_life(out) if first and shared else nullcontext():
             manifest, pieces = survey_corpus(settings)

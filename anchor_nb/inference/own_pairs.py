@@ -6,13 +6,14 @@
 __all__ = ['match_pairs', 'question_set']
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #f4460f2f
-import re
+import os, re
 from collections import Counter, defaultdict
 from pathlib import Path
 from ..core.names import composed
 from ..data.deduplication import UNSPACED, plain, seen_part, word_runs
 from ..core.files import keep_apart, new_folder
-from ..data.documents import passages_of, read_documents, searched_passages
+from ..core.progress import announce
+from ..data.documents import left_out, passages_of, read_documents, searched_passages
 from ..data.rows import load_pairs
 from ..data.splitting import check_split, write_test
 from .corpus_encoding import cut_of
@@ -103,10 +104,12 @@ def question_set(documents: str, # a folder of texts, a table, or hf:org/name
                  document_columns: dict = {}, # the same for documents in a table
                 ) -> dict:       # queries, documents, lost: questions whose answer is nowhere
     "An evaluation set of documents and questions; ValueError or FileNotFoundError names what cannot be used."
-    check_split(out, 0.5, 0) # a new folder
+    check_split(out := os.path.expanduser(out), 0.5, 0) # a new folder
     keep_apart(out, documents=documents, pairs=pairs)
     cut = cut_of(like) if like else {}
-    passages, repeats = passages_of(read_documents(documents, document_columns)[0], cut.get("words", 160))
+    read, skipped = read_documents(documents, document_columns)
+    if skipped: announce(left_out(skipped))
+    passages, repeats = passages_of(read, cut.get("words", 160))
     rows = [row for table in load_pairs(pairs, columns=columns).values() for row in table]
     matched, lost = match_pairs(rows, passages, pairs, repeats)
     corpus = {row["_id"]: row["text"] for row in searched_passages(passages, cut.get("titled", True))}

@@ -27,7 +27,7 @@ from ..models.embedder import AnchorEmbedder
 from ..models.loading import WHOLE_BEGINNING, small_files
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, corpus_sources, cut_of, differences, loaded, located,
-                                                 search_facts, survey_all, vector_identity)
+                                                 survey_all, vector_identity)
 from .words import DEPTH, Words, fuse
 
 # %% ../../nbs/inference/02_search.ipynb #4d2d1b0a
@@ -441,10 +441,10 @@ def is_shards(folder: str) -> bool: # other folders have a manifest.json too
     try: return path.is_file() and "shards" in read_json(path)
     except (ValueError, TypeError): return False
 
-def check_corpus(corpus: str):
+def check_corpus(corpus: str, like: str = ""): # like: as for `open_index`
     "FileNotFoundError or ValueError when no corpus, shards or index is there; call it before loading a model."
     corpus = os.path.expanduser(corpus)
-    if not is_index(corpus) and not is_shards(corpus): corpus_sources(corpus)
+    if not is_index(corpus) and not is_shards(corpus): corpus_sources(corpus, cut_of(like) if like else {})
 
 # %% ../../nbs/inference/02_search.ipynb #5e41024d
 def check_unused(corpus: str, **given):
@@ -466,7 +466,7 @@ def reopen(embedder: AnchorEmbedder, keep: str, documents: dict, truncate_dim: i
     if not (there := set(index.texts)).intersection(texts):
         raise ValueError(f"{keep} is an index of other documents: of this corpus, with these fields, it has no text; "
                          "name another folder, or delete that one")
-    announce(f"encoding {len(set(texts) - there):,} new of {len(texts):,} texts for", keep)
+    if new := set(texts) - there: announce(f"encoding {len(new):,} new of {len(texts):,} texts for", keep)
     (index := index.updated(documents, bar)).save(keep)
     return index
 
@@ -477,7 +477,7 @@ def open_index(embedder: AnchorEmbedder,
                texts: str = "",       # of shards: the corpus that they were made from
                field: str = "", id_field: str = "", truncate_dim: int = 0, show_progress_bar: bool = False,
                columns: dict = {},    # of a corpus: the columns of text, title and id
-               like: str = "",        # of a folder of texts: cut as `anchor-nb adapt` did for this model
+               like: str = "",        # of a folder of texts: cut as `adapt` did for this model; empty: the embedder's
               ) -> Index:
     "An index of the documents at a path; ValueError if `keep` holds an index that has none of their texts."
     corpus, keep, texts = map(os.path.expanduser, (corpus, keep, texts))
@@ -486,7 +486,7 @@ def open_index(embedder: AnchorEmbedder,
     if is_index(corpus): return Index.load(embedder, corpus)
     if keep: keep_apart(check_keep(keep), corpus=corpus, texts=texts)
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
-    documents, _ = read_corpus(corpus, field, id_field, columns, like)
+    documents, _ = read_corpus(corpus, field, id_field, columns, like or next(iter(embedder.sources), ""))
     if keep and is_index(keep): return reopen(embedder, keep, documents, truncate_dim, show_progress_bar)
     index = Index(embedder, documents, truncate_dim=truncate_dim, show_progress_bar=show_progress_bar)
     if keep: index.save(keep)
@@ -529,7 +529,7 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
         raise ValueError("there is no query; give at least one")
     if whole_number("k", k) < 1:
         raise ValueError(f"k={k}; ask for 1 or more")
-    check_corpus(corpus)
+    check_corpus(corpus, model)
     check_unused(corpus, keep=keep, field=field, id_field=id_field, texts=texts, columns=columns,
                  truncate_dim=truncate_dim)
     if keep: keep_apart(check_keep(keep), corpus=corpus, texts=texts)

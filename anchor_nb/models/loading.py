@@ -176,6 +176,17 @@ def small_files(name: str) -> Path: # the folder itself, or one with a hub model
     try: return Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
     except (OSError, ValueError): return Path(name)
 
+SEARCH = "search.json" # in the folder of a model
+
+def search_facts(model: str) -> dict: # bm25, words, titled; empty where there are none
+    "How `anchor-nb adapt` searched with a model."
+    path = small_files(find_model(model))/SEARCH
+    if not path.is_file(): return {}
+    try: return (facts := json.loads(path.read_text(encoding="utf-8"))) | dict(bm25=float(facts["bm25"]))
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged; it should be like {{\"bm25\": 0.3}}, so mend it, or delete it to search "
+                         "without BM25") from None
+
 def chain(folder: str) -> list: # of folders or hub ids
     "A folder, and the bases it sits on."
     folders = [folder]

@@ -33,7 +33,7 @@ from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queri
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import match_pairs
-from ..inference.corpus_encoding import SEARCH
+from ..models.loading import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
@@ -333,7 +333,7 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Pat
     if "why" in size: return size
     steps, trials = size["steps"], {}
     for seed in range(recipe.seed, recipe.seed + size["seeds"]):
-        decides = [engine_of("stage2"), base, model_content(base), rows, steps, seed]
+        decides = [engine_of("stage2"), base, model_content(base), rows, steps, seed, TOKENS]
         name = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         trials[seed] = train_decoder(base, rows, steps, runs/f"{Path(base).name}-{name}", seed)
     precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0]

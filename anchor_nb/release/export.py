@@ -18,7 +18,7 @@ from ..core.progress import without_bars
 from ..data.corpora import asked_in_training
 from ..data.prompts import (Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout,
                                     stored_facts)
-from ..inference.corpus_encoding import SEARCH
+from ..models.loading import SEARCH
 from ..models.attention import is_causal
 from ..models.backbone import has_head, trunk_of
 from ..models.embedder import AnchorEmbedder

@@ -225,8 +225,8 @@ def merged_tensor(name: str, models: list, policy: dict, method: str, weights: l
         tables = {place: model[name] for place, model in enumerate(models) if name in model.files}
         for row, places in lone.items():
             there = [place for place in places if place in tables and row < len(tables[place])]
-            if there: merged[row] = mix([tables[place][row] for place in there],
-                                        rescaled([weights[place] for place in there], name), method)
+            if sum(shares := [weights[place] for place in there]): # else it stays as the weights make it
+                merged[row] = mix([tables[place][row] for place in there], rescaled(shares, name), method)
     return (merged.to(getattr(torch, dtype)) if dtype and merged.is_floating_point() else merged).contiguous()
 
 def check_tensors(models: list, missing: str) -> list: # names of all tensors, in order

@@ -375,6 +375,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
                  **how           # for `AnchorEmbedder.from_pretrained`: device, max_length, pooling
                 ) -> list:       # of `Ranker`
     "Load the models, and encode the corpus with each."
+    from anchor_nb.inference.corpus_encoding import cut_of
     from anchor_nb.inference.decoding import rules_of
     from anchor_nb.inference.search import bm25_weight, check_keep, check_weight, open_index, trained_instruction
     from anchor_nb.models.embedder import AnchorEmbedder
@@ -384,9 +385,10 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     places = [keep and check_keep(str(Path(keep)/name.replace("/", "-"))) for name in names]
     weights = [bm25_weight(folder) if bm25 is None else bm25 for folder in folders]
     embedders = [AnchorEmbedder.from_pretrained(folder, **how) for folder in folders] # before a corpus is encoded
+    like = next(filter(cut_of, folders), "") # both models search the same passages
     rankers, columns = [], {ours: theirs for ours, theirs in columns.items() if ours != "query"} # a set's queries
     for name, folder, place, weight, embedder in zip(names, folders, places, weights, embedders):
-        index = open_index(embedder, corpus.path, place, show_progress_bar=True, columns=columns, like=folders[0])
+        index = open_index(embedder, corpus.path, place, show_progress_bar=True, columns=columns, like=like)
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,
                               trained_instruction(folder)))
     return rankers

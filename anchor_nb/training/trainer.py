@@ -330,7 +330,8 @@ def write_model(module, inputs: Inputs, save, folder: Path):
 def disk_needed(model, recipe: Training, there: int) -> float: # there: checkpoints; -> bytes
     "What the finished model takes, and checkpoints: one has what trains, and two numbers of Adam for each of it."
     size = lambda only: sum(p.numel()*p.element_size() for p in model.parameters() if p.requires_grad or not only)
-    kept = recipe.keep_last + 1 if recipe.save_steps else 1 # one is written before another goes
+    most = recipe.steps//recipe.save_steps + 1 if recipe.save_steps else 1 # the last when the run is told to stop
+    kept = min(recipe.keep_last + 1, most) # one is written before another goes
     return size(False) + 3*size(True)*max(0, kept - there)
 
 def finish(trainer: AnchorTrainer, inputs: Inputs, save,
@@ -404,8 +405,7 @@ def train(recipe: Training) -> dict[str, Any]:
         size = disk_needed(trainer.model, inputs.recipe, len(checkpoints(out)))
         if first and (free := shutil.disk_usage(out).free) < size:
             warnings.warn(f"the checkpoints and the finished model will take {size/1e9:.1f} GB, and the disk of {out} "
-                          f"has {free/1e9:.1f}; make room, keep fewer (keep_last) or save none on the way "
-                          "(save_steps=0)")
+                          f"has {free/1e9:.1f}; make room, or keep fewer (keep_last)")
         seconds = run_trainer(trainer, checkpoint, inputs.stage.capitalize())
         with listening(Stopping()): # a signal now would only lose the model
             return finish(trainer, inputs, save, kept_forecast(expected, seconds))

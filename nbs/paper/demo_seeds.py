@@ -30,7 +30,8 @@ A - W, at equal steps of stage II, is shown without a test: 48 steps leave W uns
 since strangers differ from A in the bags too.
 
 **Afterwards**, when those rows were known: at half the rate W had not left its start in three of seven seeds. At
-the demo's 1e-3 seed 7 had not either, after 48 steps, so the demo's stage II has 72 since. `own` runs A and W as the demo has them. It describes the demo and tests nothing.
+the demo's 1e-3 seed 7 had not either, after 48 steps, so the demo's stage II has 72 since. `own` runs A and W as the
+demo has them. It describes the demo and tests nothing.
 """
 import shutil
 import sys
