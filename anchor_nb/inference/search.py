@@ -24,7 +24,7 @@ from ..data.prompts import stored_facts
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, unboxed, whole_number
 from ..models.embedder import AnchorEmbedder
-from ..models.loading import WHOLE_BEGINNING, small_files
+from ..models.loading import WHOLE_BEGINNING, search_facts, small_files
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, corpus_sources, cut_of, differences, loaded, located,
                                                  survey_all, vector_identity)
@@ -444,7 +444,7 @@ def is_shards(folder: str) -> bool: # other folders have a manifest.json too
 def check_corpus(corpus: str, like: str = ""): # like: as for `open_index`
     "FileNotFoundError or ValueError when no corpus, shards or index is there; call it before loading a model."
     corpus = os.path.expanduser(corpus)
-    if not is_index(corpus) and not is_shards(corpus): corpus_sources(corpus, cut_of(like) if like else {})
+    if not is_index(corpus) and not is_shards(corpus): corpus_sources(corpus, cut_of(like) if like and Path(corpus).exists() else {})
 
 # %% ../../nbs/inference/02_search.ipynb #5e41024d
 def check_unused(corpus: str, **given):
