@@ -444,7 +444,8 @@ def is_shards(folder: str) -> bool: # other folders have a manifest.json too
 def check_corpus(corpus: str, like: str = ""): # like: as for `open_index`
     "FileNotFoundError or ValueError when no corpus, shards or index is there; call it before loading a model."
     corpus = os.path.expanduser(corpus)
-    if not is_index(corpus) and not is_shards(corpus): corpus_sources(corpus, cut_of(like) if like and Path(corpus).exists() else {})
+    if is_index(corpus) or is_shards(corpus): return
+    corpus_sources(corpus, cut_of(like) if like and Path(corpus).exists() else {})
 
 # %% ../../nbs/inference/02_search.ipynb #5e41024d
 def check_unused(corpus: str, **given):
