@@ -275,7 +275,7 @@ def check_said(stage: str, values: dict, made: list = ()): # made: folders where
     if (root := values.get("data_root")) and not Path(root).expanduser().is_dir():
         raise FileNotFoundError(f"data_root={root!r} is no folder; name the one with the local copies, or leave it out")
     models = values.get("models") if isinstance(values.get("models"), dict) else {}
-    for source in (one for value in models.values() for one in (value if isinstance(value, list) else [value])):
+    for source in (place for value in models.values() for place in (value if isinstance(value, list) else [value])):
         name = source.get("model", "") if isinstance(source, dict) else source
         if not isinstance(name, str) or name in ("", "bm25", *MODELS, *BUILT_MODELS): continue
         if not any(folder in (Path(name), *Path(name).parents) for folder in made): resolve_model(name)

@@ -231,7 +231,7 @@ def with_words(index, # `Index`
     scores = fuse(cosines, index.words.nearest(query, DEPTH), bm25)
     return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))
 
-# %% ../../nbs/inference/02_search.ipynb #60416b77
+# %% ../../nbs/inference/02_search.ipynb #3129a219
 def update(index, documents: dict, show_progress_bar: bool): # as for `Index.updated`
     "Vectors of known texts are taken over, those of new ones computed."
     if not any(index.texts):
@@ -245,8 +245,9 @@ def update(index, documents: dict, show_progress_bar: bool): # as for `Index.upd
     return type(index)(index.embedder, documents, vectors[[rows[text] for text in documents.values()]],
                        index.truncate_dim)
 
+# %% ../../nbs/inference/02_search.ipynb #60416b77
 class Stored:
-    "How an index gets onto the disk and back."
+    "How an index gets onto the disk and back, and follows its corpus."
     def save(self, folder: str | Path) -> Path:
         """Write the index, in place of an older one.
 
@@ -280,6 +281,18 @@ class Stored:
             truncate_dim: dimensions kept; 0: all.
         """
         return index_of_shards(cls, embedder, folder, corpus, truncate_dim)
+
+    def updated(self, documents: Iterable[str] | dict[str, str], show_progress_bar: bool = False) -> Self:
+        """An index of other documents, for which only the texts that this one lacks are encoded.
+
+        Args:
+            documents: all of them, as for `Index`. ValueError where this index holds no texts.
+            show_progress_bar: whether to draw one while encoding.
+
+        Returns:
+            What `Index` would make of the documents, up to rounding; this index stays as it is.
+        """
+        return update(self, by_id(documents), show_progress_bar)
 
 # %% ../../nbs/inference/02_search.ipynb #b23dffc9
 class Index(Stored):
@@ -341,19 +354,6 @@ class Index(Stored):
         hits = [[Hit(self.ids[n], score, self.texts[n]) for n, score in list(ranking.items())[:k]]
                 for ranking in rankings]
         return hits[0] if isinstance(queries, str) else hits
-
-    def updated(self, documents: Iterable[str] | dict[str, str], show_progress_bar: bool = False) -> Self:
-        """An index of other documents, for which only the texts that this one lacks are encoded.
-
-        Args:
-            documents: all of them, as for `Index`. ValueError where this index holds no texts.
-            show_progress_bar: whether to draw one while encoding.
-
-        Returns:
-            What `Index` would make of the documents, up to rounding; this index stays as it is.
-        """
-        return update(self, by_id(documents), show_progress_bar)
-
 
 # %% ../../nbs/inference/02_search.ipynb #9a10a664
 MANIFEST = "index.json"

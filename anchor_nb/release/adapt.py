@@ -618,10 +618,10 @@ def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: li
     (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])
 
-def same_files(one: Path, other: Path, but: tuple = ()) -> bool: # but: names that do not count
+def same_files(first: Path, second: Path, but: tuple = ()) -> bool: # but: names that do not count
     "Whether two folders hold the same files."
     held = [{path.relative_to(folder): file_hash(path) for path in files_below(folder) if path.name not in but}
-            for folder in (one, other)]
+            for folder in (first, second)]
     return held[0] == held[1]
 
 def set_aside(model: Path):
