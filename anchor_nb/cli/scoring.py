@@ -43,7 +43,7 @@ def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: st
     if models and "models" in given:
         raise ValueError("models are given twice, by place and by name; leave one out")
     both = beside_words(labelled(models))
-    beside = "minilm" in (base | given).get("yardsticks", ["minilm"]) and is_here("minilm") and bool(both)
+    beside = both and "minilm" in (base | given).get("yardsticks", ["minilm"]) and is_here("minilm")
     bar = {"minilm + BM25": dict(model="minilm", bm25=max(how["bm25"] for how in both.values()))} if beside else {}
     words = dict(models=labelled(models) | both | bar, snapshots=snapshots) if models else {}
     words |= dict(benchmark=benchmark) if benchmark else {}

@@ -405,7 +405,9 @@ def read_corpus(corpus: str, field: str = "", id_field: str = "", columns: dict 
                 like: str = "", # a model, if texts are cut into passages as `adapt` did for it
                ) -> tuple: # (id: text, hashes of its files)
     "All documents of a corpus; ValueError names file, line and fix."
-    _, hashes, pieces = survey_all(corpus, 16384, cut_of(like) if like else {})
+    try: cut = cut_of(like) if like else {}
+    except FileNotFoundError: cut = {} # the model is in memory, and its folder gone
+    _, hashes, pieces = survey_all(corpus, 16384, cut)
     documents = {}
     for place, name, text in located(pieces, field, id_field, check_columns(columns, CORPUS)):
         if name in documents:

@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -212,7 +214,6 @@ def test_a_pipeline_s_steps_are_not_parted(address, said):
 
 def test_a_sweep_of_the_paper_on_another_backbone():
     given = dict(preset="llama-3.2-3b", given={"stage2.temperature": 0.1})
-    from unittest import mock
     with mock.patch.object(sweeps, "plan_sweep", side_effect=lambda sweep, root: (_ for _ in ()).throw(Seen(sweep))):
         with pytest.raises(Seen) as seen: sweeps.run_sweep("stages", "runs/x", dry_run=True, **given)
     sweep = seen.value.args[0]

@@ -358,6 +358,7 @@ def test_an_objective_of_your_own(tmp_path, monkeypatch):
 def test_the_disk_is_asked_for_checkpoints_too():
     from anchor_nb.training.trainer import disk_needed
     model = torch.nn.Linear(10, 10, bias=False) # 400 bytes
-    every = lambda **how: Stage1(data="x", out="y", save_steps=5, keep_last=2, **how)
-    assert disk_needed(model, every(), 0) == 400 + 3*3*400 and disk_needed(model, every(), 2) == 400 + 3*400
-    assert disk_needed(model.requires_grad_(False), every(), 0) == 400, "adapters are all that a checkpoint has"
+    saving = lambda steps: Stage1(data="x", out="y", steps=steps, save_steps=5, keep_last=2)
+    assert disk_needed(model, saving(100), 0) == 400 + 3*3*400 and disk_needed(model, saving(100), 2) == 400 + 3*400
+    assert disk_needed(model, saving(4), 0) == 400 + 3*400, "only if the run is told to stop"
+    assert disk_needed(model.requires_grad_(False), saving(100), 0) == 400, "adapters are all that a checkpoint has"
