@@ -38,7 +38,8 @@ CARRIED = 3.0 # nats a text that own anchors must save, with 95 % confidence and
 KEPT_APART = dict(objectives=dict(anchor=1.0, ebae=0.3, ebar=0.3), anchor_scale=0.07, anchor_sink=True)
 COMMON = dict(instructions="none", template="plain", schedule="constant", precision="fp32", save_steps=200,
               keep_last=1, micro_tokens=2048)
-LARGE = dict(precision="bf16", attention="packed_sdpa", micro_tokens=8192, save_steps=0, workers=0)
+LARGE = dict(precision="bf16", attention="packed_sdpa", micro_tokens=8192, save_steps=0, workers=0,
+             gradient_checkpointing="never") # pairs are far shorter than the plan allows for; as it was on the GPU
 VILLAGE = dict(data="village", stage1=dict(steps=400, global_batch=32, learning_rate=3e-3, warmup_steps=20,
                                            max_length=64, carry_pairs=0),
                stage2=dict(steps=100, global_batch=32, learning_rate=1e-3, warmup_steps=20, max_length=64, negatives=0,
