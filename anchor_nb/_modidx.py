@@ -2719,6 +2719,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'anchor_nb/losses/simcse.py')},
             'anchor_nb.models.attention': { 'anchor_nb.models.attention.attention_inputs': ( 'models/attention.html#attention_inputs',
                                                                                              'anchor_nb/models/attention.py'),
+                                            'anchor_nb.models.attention.blocks_of': ( 'models/attention.html#blocks_of',
+                                                                                      'anchor_nb/models/attention.py'),
                                             'anchor_nb.models.attention.choose_attention': ( 'models/attention.html#choose_attention',
                                                                                              'anchor_nb/models/attention.py'),
                                             'anchor_nb.models.attention.has_bf16': ( 'models/attention.html#has_bf16',

@@ -8,6 +8,7 @@ __all__ = ['is_causal', 'on_gpu', 'has_bf16', 'weight_dtype', 'wants_autocast', 
 # %% ../../nbs/models/01_attention.ipynb #e342b7ad
 import os
 from contextlib import nullcontext
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,17 +19,21 @@ def packed_sdpa(module: nn.Module,    # the attention layer that calls
                 query: Tensor, key: Tensor, value: Tensor, # [1, heads, tokens, head size]
                 attention_mask=None,  # must be None: nothing is padded
                 scaling: float | None = None, dropout: float = 0.0,
-                packed: Packed | None = None, where: Tensor | None = None, # the batch and `slots(packed)`
+                packed: Packed | None = None, blocks: list | None = None, # the batch and its `blocks_of`
                 visible: Tensor | None = None, # [tokens] bool: keys that may be attended to, None for all
                 **kwargs,
                ) -> tuple:            # ([1, tokens, heads, head size], None)
     "Attention within each text of a packed row; registered with transformers as `packed_sdpa`."
     refuse_unsupported(module, packed, kwargs | dict(attention_mask=attention_mask))
-    rows = [spread(states[0].transpose(0, 1), packed, where).transpose(1, 2) for states in (query, key, value)]
-    causal = looks_back(module, kwargs)
-    mask = None if causal and visible is None else row_mask(packed, where, visible, causal)
-    out = shared_heads(*rows, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling)
-    return collect(out.transpose(1, 2), where)[None], None
+    causal, sizes, out = looks_back(module, kwargs), [len(where) for _, where in blocks], []
+    seen = [None]*len(blocks) if visible is None else visible.split(sizes)
+    parts = zip(*(states[0].transpose(0, 1).split(sizes) for states in (query, key, value)))
+    for (block, where), keys, states in zip(blocks, seen, parts):
+        rows = [spread(part, block, where).transpose(1, 2) for part in states]
+        mask = None if causal and keys is None else row_mask(block, where, keys, causal)
+        attended = shared_heads(*rows, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling)
+        out.append(collect(attended.transpose(1, 2), where))
+    return (out[0] if len(out) == 1 else torch.cat(out))[None], None
 
 WIDENED = 256 # tokens up to which a CPU computes the attention of bf16 states in fp32
 
@@ -41,6 +46,26 @@ def shared_heads(query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor: # 
     with torch.autocast("cpu", enabled=False) if widened else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=key.shape[1] < query.shape[1],
                                               **how).to(kind)
+
+# %% ../../nbs/models/01_attention.ipynb #fb4e3d7a
+SPARED = 512 # rows of padding that must be spared for another block to be worth its calls, on a CPU
+
+def blocks_of(packed: Packed) -> list: # of (`Packed`, its `slots`), one after the other
+    "A packed row cut where the texts that follow are shorter, since each is padded to the longest of its block."
+    starts, cuts = packed.starts, [0]
+    if not starts.is_cuda: # there, lengths would have to come to the CPU first
+        lengths = packed.lengths.numpy()
+        rest = np.maximum.accumulate(lengths[::-1])[::-1] # the longest text from here on
+        for text in range(1, len(lengths)):
+            if (rest[cuts[-1]] - rest[text])*(len(lengths) - text) >= SPARED: cuts.append(text)
+    if len(cuts) == 1: return [(packed, slots(packed))]
+    blocks = []
+    for first, end in zip(cuts, [*cuts[1:], len(lengths)]):
+        part = slice(int(starts[first]), int(starts[end]))
+        block = Packed(packed.ids[part], packed.positions[part], starts[first:end + 1] - starts[first], int(rest[first]))
+        blocks.append((block, slots(block)))
+    return blocks
+
 
 # %% ../../nbs/models/01_attention.ipynb #798eee87
 def row_mask(packed: Packed, where: Tensor, visible: Tensor | None,
@@ -118,7 +143,7 @@ def attention_inputs(implementation: str, packed: Packed,
                      visible: Tensor | None = None,
                      causal: bool = True) -> dict: # of the model; -> keyword arguments for the decoder
     "What an attention implementation needs to know about a packed batch; ValueError if it cannot hide keys."
-    if implementation == "packed_sdpa": return dict(packed=packed, where=slots(packed), visible=visible)
+    if implementation == "packed_sdpa": return dict(packed=packed, blocks=blocks_of(packed), visible=visible)
     if visible is not None:
         raise ValueError("hide_template needs attention=packed_sdpa")
     if implementation == "packed_varlen": return dict(packed=packed)

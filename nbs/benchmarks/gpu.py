@@ -91,9 +91,8 @@ def attention_alone(attention: str, dtype, packed, heads: tuple, reach: str, sin
     """
     from types import SimpleNamespace
     import torch
-    from anchor_nb.models.attention import packed_sdpa, packed_varlen
+    from anchor_nb.models.attention import attention_inputs, packed_sdpa, packed_varlen
     from anchor_nb.models.last_layer import attend_from_last
-    from anchor_nb.models.packing import slots
     device, tokens, (of_query, of_key, size), scaling = packed.ids.device, len(packed.ids), heads, heads[2]**-0.5
     generator = torch.Generator(device).manual_seed(1)
     query, key, value, towards = [torch.randn(1, count, tokens, size, device=device, generator=generator)
@@ -109,7 +108,7 @@ def attention_alone(attention: str, dtype, packed, heads: tuple, reach: str, sin
         layer = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention), is_causal=reach == "causal")
         layer.config.is_causal = layer.is_causal
         call = dict(packed_sdpa=packed_sdpa, packed_varlen=packed_varlen)[attention]
-        output, _ = call(layer, *inputs, packed=packed, where=slots(packed), scaling=scaling)
+        output, _ = call(layer, *inputs, **attention_inputs(attention, packed), scaling=scaling)
     (output.float()*towards.transpose(1, 2)).sum().backward()
     return [found.detach().double() for found in (output, *(states.grad for states in inputs))]
 
