@@ -8,6 +8,7 @@
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
     python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit the GPUs
     python nbs/paper/again.py all gpu-long --jobs 0 # stage II twice as long, as the plan asks where it was too short
+    python nbs/paper/again.py run gpu-longer --arms W # stage II alone until it has read as many pairs as A
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
 """
@@ -75,6 +76,15 @@ SMALL = ("small", "descriptions") # language models that are trained here
 LONG = "-long" # rungs again, from the same stage I, with the same rates and temperatures
 RUNGS |= {"dry" + LONG: twice(RUNGS["dry"], 2), "village" + LONG: twice(RUNGS["village"], 50),
           "descriptions" + LONG: twice(DESCRIPTIONS, 150), "gpu" + LONG: twice(RUNGS["gpu"], 100)}
+LONGER = "-longer"
+RUNGS["gpu" + LONGER] = RUNGS["gpu"] | dict(stage2=RUNGS["gpu"]["stage2"] | dict(steps=600, snapshot_steps=200))
+
+
+def shortest(rung):
+    "The rung with the fewest steps of stage II, on which rates and temperatures were tuned."
+    return rung.removesuffix(LONGER).removesuffix(LONG)
+
+
 BAGS = dict(objectives=dict(ebae=1.0, ebar=1.0)) # LLaMA2Vec's two
 ARMS = dict(A=dict(pairing="own"), S=dict(pairing="strangers"), W=None, # own pairs, strangers, no stage I
             B=dict(pairing="own", anchor_scale=1.0, anchor_sink=False, carry_pairs=0, **BAGS), # bags alone
@@ -149,7 +159,7 @@ def ndcg(model, asked, documents):
 def first_stage(rung, arm, seed, pairs):
     "(the model that stage II starts from, what stage I's run says of itself); a stage that is finished stays."
     from anchor_nb import Stage1, train
-    plan, place = RUNGS[rung], ROOT/rung.removesuffix(LONG)/f"{arm}-{seed}"
+    plan, place = RUNGS[rung], ROOT/shortest(rung)/f"{arm}-{seed}"
     if ARMS[arm] is None: return plan["model"], {}
     model, how, steps = plan["model"], dict(data=str(pairs), seed=seed), plan["stage1"]["steps"]
     if arm == "L": steps += plan.get("warm", 0) # one part: bags have no place in it
@@ -169,7 +179,7 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     import gates
     plan, (pairs, out, asked, documents) = RUNGS[rung], data
     place, about = ROOT/rung/f"{arm}-{seed}", dict(rung=rung, arm=arm, seed=seed)
-    short, by = about | dict(rung=rung.removesuffix(LONG)), made() # at a constant rate a long run begins as a short one
+    short, by = about | dict(rung=shortest(rung)), made() # at a constant rate a long run begins as a short one
     there = lambda name, row: any(row.items() <= known.items() for known in rows_of(kept/name))
     model, facts = first_stage(rung, arm, seed, pairs)
     objectives = (plan["stage1"] | (ARMS[arm] or {})).get("objectives", dict(anchor=1.0))
@@ -202,7 +212,7 @@ GRID = dict(learning_rate=(3e-4, 1e-3, 3e-3), temperature=(0.02, 0.05))
 
 def tuned(rung, arm, kept=KEPT):
     "The settings of stage II that `tune` found best for an arm; none before."
-    which = (rung.removesuffix(LONG), arm)
+    which = (shortest(rung), arm)
     rows = [row for row in rows_of(kept/"again-tuning.jsonl") if (row["rung"], row["arm"]) == which]
     best = max(rows, key=lambda row: row["ndcg_at_10"], default={})
     return {name: best[name] for name in GRID if name in best}
@@ -302,7 +312,7 @@ def run(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
 def start(rung, dev=False):
     "The data of a rung, as `prepared` gives it; a small language model is trained where it is not there."
     data = prepared(RUNGS[rung]["data"], dev)
-    usual = rung.removesuffix(LONG)
+    usual = shortest(rung)
     if usual in SMALL and not Path(RUNGS[rung]["model"]).is_dir(): small_lm(usual, data[0])
     return data
 
@@ -312,7 +322,7 @@ def run_all(rung, seeds=SEEDS, arms="ASW", kept=KEPT, jobs=1):
 
     RuntimeError where a setting could not be tried: the runs would differ in what was chosen.
     """
-    tried = rung.removesuffix(LONG)
+    tried = shortest(rung)
     first = [(arm, 0) for arm in dict.fromkeys(arm for arm, *_ in untuned(tried, arms, kept))]
     todo, pairs = first + missing(rung, seeds, arms, kept), start(rung)[0]
     failed = side_by_side(partial(first_stage, rung), [(*one, pairs) for one in todo if ARMS[one[0]]], jobs)
