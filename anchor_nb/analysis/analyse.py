@@ -190,10 +190,11 @@ def compared(settings, sample: Sample) -> dict: # as `compare.compare`
     "The layers of a against those of b."
     few = dict(layers=min(settings.layers or 6, 6), sample=500) if settings.quick else dict(layers=settings.layers)
     labels = [label for label in sample.labels for _ in sample.fields] or None
+    pairs = [number for number, row in enumerate(sample.rows) for _ in row] if len(sample.fields) > 1 else None
     how = Settings(rows=settings.states, pooling=settings.pooling, neighbours=settings.neighbours,
                    max_length=settings.max_length, micro_tokens=settings.micro_tokens, seed=settings.seed, **few)
     return compare(settings.a, settings.b, sample.texts, settings=how, labels=labels, twin=settings.again,
-                   out=settings.out)
+                   out=settings.out, groups=pairs)
 
 def measured(checkpoints: list, sample: Sample, settings,
              say=print) -> list: # of `Candidate` -> the geometry of each, as plain values

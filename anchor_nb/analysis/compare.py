@@ -28,9 +28,9 @@ from .representation_similarity import (Moments, block_interval, correlations, c
                                                           split_by_class, summary, turned)
 
 # %% ../../nbs/analysis/03_compare.ipynb #823509b9
-def strangers(which: Tensor, # [rows] text of each row
+def strangers(which: Tensor, # [rows] text of each row, or the group that the text is of
               generator: torch.Generator) -> tuple: # (rows, their partners)
-    "Rows and partners from other texts."
+    "Rows and partners from other texts, or other groups."
     order = torch.randperm(len(which), generator=generator)
     partner = torch.empty_like(order)
     partner[order] = order.roll(-1)
@@ -179,8 +179,9 @@ def comparisons_of(readers: dict) -> tuple: # (null -> `Comparison`, null -> nam
     return comparisons, {null: plan[:2] for null, plan in planned.items()}
 
 # %% ../../nbs/analysis/03_compare.ipynb #fa8f89d5
-def accumulate(readers: dict, source: Iterable, half: int,
-               settings: Settings) -> tuple: # (comparisons, names, each model with itself, sample)
+def accumulate(readers: dict, source: Iterable, half: int, settings: Settings,
+               groups: list = (), # of each text; empty: each text is its own
+              ) -> tuple:         # (comparisons, names, each model with itself, sample)
     "Read all blocks of rows once; the first `half` of them fit rotations."
     comparisons, names = comparisons_of(readers)
     generator, sample = torch.Generator().manual_seed(settings.seed), Sample(settings.sample, settings.seed)
@@ -192,9 +193,10 @@ def accumulate(readers: dict, source: Iterable, half: int,
             sample.see([*states, which, torch.full_like(which, number)])
             shift = shift or {name: rows.double().mean(0) for name, rows in zip(readers, states)}
             rows = {name: shifted(part, shift[name]) for name, part in zip(readers, states)}
+            apart = torch.tensor(groups)[which] if groups else which
             for name, sums in alone.items(): observe(sums.block, rows[name], rows[name])
             for null, (x, y) in names.items():
-                mine, theirs = strangers(which, generator) if null == "shuffled" else (slice(None), slice(None))
+                mine, theirs = strangers(apart, generator) if null == "shuffled" else (slice(None), slice(None))
                 observe(comparisons[null].block, rows[x][mine], rows[y][theirs])
         for sums in (*comparisons.values(), *alone.values()): sums.end_block()
         if number + 1 == half:
@@ -258,19 +260,20 @@ def probed(count: int, seed: int) -> list: # of numbers
     "Which of so many texts the probe takes."
     return sorted(np.random.default_rng(seed).permutation(count)[:PROBED].tolist())
 
-def analyse(readers: dict, texts: list, labels: list | None,
-            settings: Settings) -> dict: # what `evaluate` gives, with probe and cost
+def analyse(readers: dict, texts: list, labels: list | None, settings: Settings,
+            groups: list = ()) -> dict: # what `evaluate` gives, with probe and cost
     "Compare models that are loaded."
-    start, blocks = time.perf_counter(), dealt(len(texts), settings.blocks, settings.seed)
+    start, blocks = time.perf_counter(), dealt(len(texts), settings.blocks, settings.seed, groups)
     vectors = [torch.zeros(len(texts), reader.width) for reader in readers.values()] if labels else []
     source = (block_rows(list(readers.values()), texts, block, settings, vectors) for block in blocks)
     if settings.extract: source = [list(block) for block in source]
-    comparisons, names, alone, sample = accumulate(readers, source, len(blocks)//2, settings)
+    comparisons, names, alone, sample = accumulate(readers, source, len(blocks)//2, settings, groups)
     result = evaluate(readers, comparisons, names, alone, sample, settings) | dict(probe=None)
     if labels:
         chosen = probed(len(texts), settings.seed)
         a, b = [rows[chosen].numpy() for rows in vectors[:2]]
-        result["probe"] = probe(a, b, [labels[n] for n in chosen], settings.seed)
+        result["probe"] = probe(a, b, [labels[n] for n in chosen], settings.seed,
+                                [groups[n] for n in chosen] if groups else ())
     else: result["left_out"]["probe"] = "no labels; give a class for each text"
     for null, why in dict(seeds="no twin; train the second model's recipe with another seed and name that run",
                           random="random_init is off").items():
@@ -287,16 +290,21 @@ def digest(value) -> str:
     "A hash of plain values."
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-def checked(texts, labels, seed: int = 0) -> tuple: # (list, list or None)
-    "Texts and labels as lists; ValueError for an empty text, or for labels that do not fit."
-    texts = list(texts)
+def checked(texts, labels, seed: int = 0, groups=None) -> tuple: # (list, list or None, list of numbers, maybe empty)
+    "Texts, labels and groups as lists; ValueError for an empty text, or for labels or groups that do not fit."
+    texts, numbers = list(texts), {}
+    groups = [numbers.setdefault(group, len(numbers)) for group in groups or ()]
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]:
         raise ValueError(f"text {bad[0]} is {texts[bad[0]]!r}; leave out what is empty or no string")
     labels = None if labels is None else [str(label) for label in labels]
     if labels is not None and len(labels) != len(texts):
         raise ValueError(f"{len(texts)} texts and {len(labels)} labels; give one label for each text, or none at all")
-    if labels: split_by_class([labels[n] for n in probed(len(texts), seed)]) # before the models are loaded
-    return texts, labels
+    if groups and len(groups) != len(texts):
+        raise ValueError(f"{len(texts)} texts and {len(groups)} groups; give one group for each text, or none at all")
+    chosen = probed(len(texts), seed) if labels else []
+    if labels: # before the models are loaded
+        split_by_class([labels[n] for n in chosen], groups=[groups[n] for n in chosen] if groups else ())
+    return texts, labels, groups
 
 # %% ../../nbs/analysis/03_compare.ipynb #c8a00f28
 def compare(a: str, b: str,            # run folder, model folder, adapter folder, hub id or short name
@@ -306,17 +314,21 @@ def compare(a: str, b: str,            # run folder, model folder, adapter folde
             twin: str = "",            # the recipe of b, trained with another seed
             out: str = "",             # folder for similarity.json; empty: not written
             cache: bool = True,        # read a cached result, and keep this one
+            groups: Iterable | None = None, # of each text, such as the row of a query and its document, which then
+                                       # stay together in blocks and in the probe; None: each text is its own
            ) -> dict:                  # plain values, None for what is undefined
     "Compare two models at all layers in one pass; ValueError for texts, labels or models that do not fit."
-    (texts, labels), paths = checked(texts, labels, settings.seed), dict(a=a, b=b) | (dict(twin=twin) if twin else {})
+    texts, labels, groups = checked(texts, labels, settings.seed, groups)
+    paths = dict(a=a, b=b) | (dict(twin=twin) if twin else {})
     content = {name: digest(model_files(path)) for name, path in paths.items()}
-    key = digest([FORMAT, __version__, engine_of("analyse"), content, texts, labels, identity(settings)])
+    key = digest([FORMAT, __version__, engine_of("analyse"), content, texts, labels, identity(settings),
+                  *([groups] if groups else [])])
     file = cache_dir()/"similarity"/f"{key}.json"
     if cache and file.is_file(): result = read_json(file)
     else:
         readers = open_readers(a, b, twin, settings)
-        result = analyse(readers, texts, labels, settings) | dict(texts=len(texts), data=digest([texts, labels]),
-                                                                  settings=identity(settings), twin=None)
+        result = analyse(readers, texts, labels, settings, groups) | dict(
+            texts=len(texts), data=digest([texts, labels]), settings=identity(settings), twin=None)
         for name in paths:
             reader = readers[name]
             result[name] = dict(content=content[name], states=reader.states, width=reader.width,

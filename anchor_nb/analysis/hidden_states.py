@@ -188,11 +188,19 @@ def regrouped(parts: Iterable, size: int) -> Iterator: # parts: lists of tensors
     if held and len(held[0]): yield held
 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #b60248f3
-def dealt(count: int, blocks: int, seed: int) -> list: # of arrays of text numbers
-    "Texts in random order, in blocks; ValueError for fewer than eight."
+def dealt(count: int, blocks: int, seed: int,
+          groups: list = (), # of each text; empty: each text is its own
+         ) -> list:          # of arrays of text numbers
+    "Texts in random order, in blocks that keep groups whole; ValueError for fewer than eight texts or two groups."
     if count < 8:
         raise ValueError(f"{count} texts; intervals and held-out halves need at least 8, and hundreds to mean anything")
-    return np.array_split(np.random.default_rng(seed).permutation(count), min(blocks, count//4))
+    members = {}
+    for number, group in enumerate(groups or range(count)): members.setdefault(group, []).append(number)
+    if len(members) < 2:
+        raise ValueError(f"all {count} texts are of one group; intervals and held-out halves need at least two groups")
+    members, most = list(members.values()), min(blocks, count//4, len(members))
+    return [np.array([number for place in block for number in members[place]])
+            for block in np.array_split(np.random.default_rng(seed).permutation(len(members)), most)]
 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #a5ae18b1
 def block_rows(readers: list, texts: list, block, settings: Settings,

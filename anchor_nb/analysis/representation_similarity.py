@@ -227,19 +227,27 @@ def interval_lists(value: Tensor, low: Tensor | None = None, high: Tensor | None
     return dict(zip(("value", "low", "high"), map(plain_list, (value, *ends))))
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #e8ea0bad
-def split_by_class(labels: list, share: float = 0.25, seed: int = 0) -> tuple: # (train, test), arrays of places
-    "A split that keeps the proportions of classes; ValueError where that cannot be."
+def split_by_class(labels: list, share: float = 0.25, seed: int = 0,
+                   groups: list = (), # of each text, the first of which tells its class; empty: each text is its own
+                  ) -> list:          # train and test, arrays of places
+    "A split that keeps groups whole and the proportions of classes; ValueError where that cannot be."
     from sklearn.model_selection import train_test_split
-    names, counts = np.unique(labels, return_counts=True)
+    members = {}
+    for place, group in enumerate(groups or range(len(labels))): members.setdefault(group, []).append(place)
+    members = list(members.values())
+    firsts = [labels[places[0]] for places in members]
+    names, counts = np.unique(firsts, return_counts=True)
     if len(names) < 2:
         which = names[0] if len(names) else "missing"
         raise ValueError(f"all {len(labels)} labels are {which}; a probe needs two "
                          "classes or more")
     if counts.min() < 4:
-        raise ValueError(f"class {str(names[counts.argmin()])!r} has {counts.min()} texts; a probe needs at least 4 of "
-                         "each, leave it out or give more texts")
-    return train_test_split(np.arange(len(labels)), test_size=max(share, len(names)/len(labels)), stratify=labels,
-                            random_state=seed)
+        raise ValueError(f"class {str(names[counts.argmin()])!r} has {counts.min()} "
+                         f"{'groups of ' if groups else ''}texts; a probe needs at least 4 of each, leave it out or "
+                         "give more texts")
+    parts = train_test_split(members, test_size=max(share, len(names)/len(members)), stratify=firsts,
+                             random_state=seed)
+    return [np.concatenate(part) for part in parts]
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #3b318914
 def to_source(train_b: np.ndarray, train_a: np.ndarray, way: str): # -> a function of rows of b
@@ -254,7 +262,9 @@ def to_source(train_b: np.ndarray, train_a: np.ndarray, way: str): # -> a functi
 def probe(a: np.ndarray,   # [texts, width] vectors of one model
           b: np.ndarray,   # [texts, width] of the other
           labels: list,    # a class for each text
-          seed: int = 0) -> dict: # classes, train, test, accuracy: way -> value, low, high; None where widths differ
+          seed: int = 0,
+          groups: list = (), # of each text, such as the row that it is from; empty: each text is its own
+         ) -> dict:       # classes, train, test, accuracy: way -> value, low, high; None where widths differ
     "Accuracy on held-out texts of a linear probe trained on a and asked about b; ValueError for a single class."
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
@@ -265,7 +275,8 @@ def probe(a: np.ndarray,   # [texts, width] vectors of one model
         raise ValueError(f"{len(a)} and {len(b)} vectors and {len(labels)} labels; give one of each for every text")
     unit = lambda rows: rows/np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
     a, b = unit(np.asarray(a, np.float64)), unit(np.asarray(b, np.float64))
-    train, test = split_by_class(labels, seed=seed)
+    train, test = split_by_class(labels, seed=seed, groups=groups)
+    tested = [groups[place] for place in test] if groups else ()
     classifier = lambda: make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     fit = lambda rows: classifier().fit(rows[train], labels[train])
     source, (names, counts) = fit(a), np.unique(labels[train], return_counts=True)
@@ -275,6 +286,6 @@ def probe(a: np.ndarray,   # [texts, width] vectors of one model
         answers[way] = source.predict(to_source(b[train], a[train], way)(b[test]))
     accuracy = dict.fromkeys(("source", "raw", "procrustes", "ridge", "target", "chance"))
     for way, predicted in answers.items():
-        interval = bootstrap((predicted == labels[test]).astype(float), seed, 2000)
+        interval = bootstrap((predicted == labels[test]).astype(float), seed, 2000, tested)
         accuracy[way] = dict(value=interval.mean, low=interval.low, high=interval.high)
     return dict(classes=len(names), train=len(train), test=len(test), accuracy=accuracy)

@@ -8,6 +8,7 @@ __all__ = ['Document', 'read_documents', 'Passage', 'passages_of']
 # %% ../../nbs/data/11_documents.ipynb #6b8929d3
 import hashlib, json, os, re
 from collections import Counter
+from contextlib import suppress
 from functools import lru_cache
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -20,8 +21,8 @@ from ..core.progress import announce
 from .deduplication import UNSPACED, plain
 from .packages import cache_dir
 from .shards import is_address
-from .tables import (check_columns, files_below, find_sources, format_of, links_to_nothing,
-                                  table_rows)
+from .tables import (check_columns, files_below, find_sources, format_of, hidden, links_to_nothing,
+                                   table_rows)
 
 # %% ../../nbs/data/11_documents.ipynb #af239778
 class Document(NamedTuple):
@@ -57,7 +58,7 @@ def front_matter(lines: list) -> tuple: # (title, the other lines)
 
 def underlined(above: list, line: str) -> bool: # above: the lines before, the latest last
     "Whether a line of = or - makes a heading of the one above it, which stands alone."
-    before, text = ["", "", *above][-2:]
+    before, text = ["", "", *above[-2:]][-2:]
     alone = not before.strip() and re.match(r" {0,3}[^\s>|#*+-]", text)
     return bool(alone and re.fullmatch(r" {0,3}(=+|--+)\s*", line))
 
@@ -97,8 +98,9 @@ class Page(HTMLParser):
     def __init__(self, text: str, skip: tuple = SKIP):
         super().__init__()
         self.skip = skip
-        self.titles, self.sections, self.skipped, self.inside = [], [["", ""]], 0, ""
-        self.links, self.anchor = [], None # anchor: [words, where to] of the link that is open
+        self.titles, self.skipped, self.inside = [], 0, ""
+        self.sections = [[[], []]] # of [heading, text], both in pieces, since joining at each would copy all before it
+        self.links, self.anchor = [], None # anchor: [pieces, where to] of the link that is open
         self.feed(text)
         self.close()
 
@@ -109,15 +111,15 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         if tag in self.skip: self.skipped += 1
         if self.skipped: return
-        unclosed = self.inside == "heading" and self.sections[-1][0].strip()
+        unclosed = self.inside == "heading" and any(map(str.strip, self.sections[-1][0]))
         if unclosed and tag in self.BLOCKS: self.inside = ""
         if re.fullmatch("h[1-6]", tag):
-            self.sections.append(["", ""])
+            self.sections.append([[], []])
             self.inside = "heading"
         elif tag == "title":
             self.titles.append("")
             self.inside = "title"
-        elif tag == "a": self.anchor = ["", dict(attrs).get("href") or ""]
+        elif tag == "a": self.anchor = [[], dict(attrs).get("href") or ""]
         elif tag in self.BREAK: self.handle_data(self.BREAK[tag])
 
     def handle_endtag(self, tag):
@@ -125,15 +127,15 @@ class Page(HTMLParser):
         elif self.skipped: return
         elif re.fullmatch("h[1-6]|title", tag): self.inside = ""
         elif tag == "a" and self.anchor:
-            self.links.append(tuple(self.anchor))
+            self.links.append(("".join(self.anchor[0]), self.anchor[1]))
             self.anchor = None
         elif tag in self.BREAK: self.handle_data(self.BREAK[tag][:1])
 
     def handle_data(self, data):
         if self.skipped: return
         if self.inside == "title": self.titles[-1] += data
-        else: self.sections[-1][0 if self.inside else 1] += data
-        if self.anchor and not self.inside: self.anchor[0] += data
+        else: self.sections[-1][0 if self.inside else 1].append(data)
+        if self.anchor and not self.inside: self.anchor[0].append(data)
 
 # %% ../../nbs/data/11_documents.ipynb #0217c45b
 def from_html(name: str, text: str) -> Document:
@@ -143,7 +145,7 @@ def from_html(name: str, text: str) -> Document:
     page, tidy = Page(text), lambda text: " ".join(text.split())
     if page.skipped: page = Page(text, ("script", "style")) # one that is never closed would take all that follows
     body = lambda text: "\n\n".join(filter(None, map(tidy, re.split(r"\n\s*\n", text))))
-    sections = [(tidy(heading), body(text)) for heading, text in page.sections]
+    sections = [(tidy("".join(heading)), body("".join(text))) for heading, text in page.sections]
     title = tidy("".join(page.titles[:1])) or next((heading for heading, _ in sections if heading), "")
     links = tuple((tidy(words), where) for words, where in page.links if words.strip() and where)
     return Document(name, title, sections, links)
@@ -392,10 +394,13 @@ def known_passages(folder: Path, stamps: tuple, words: int, titled: bool) -> Pat
 
 def passages_file(folder: Path, words: int = 160, titled: bool = True) -> Path: # of JSONL, in the cache
     "The passages of a file, or of a folder of files, as a table, which is another file whenever they change."
-    files = [folder] if folder.is_file() else files_below(folder)
-    facts = [(str(path), path.stat()) for path in files]
-    return known_passages(folder, tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns)
-                                        for path, fact in facts), words, titled)
+    files = [folder] if folder.is_file() else [path for path in files_below(folder) if not hidden(path, folder)]
+    stamps = []
+    for path in files:
+        with suppress(FileNotFoundError): # gone meanwhile
+            fact = path.stat()
+            stamps.append((str(path), fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns))
+    return known_passages(folder, tuple(stamps), words, titled)
 
 # %% ../../nbs/data/11_documents.ipynb #27a38096
 ENGLISH = set("the of and to in a is that for it as with on by are be this or from an at which you can not".split())

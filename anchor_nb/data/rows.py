@@ -54,7 +54,7 @@ def pick_field(raw: dict,    # a row as read
     texts = [str(name) for name, value in raw.items() # no numbers
              if isinstance(first(value), str) and re.search(r"[^\W\d_]", first(value))]
     raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)}, and one of "
-                     f"{', '.join(names)} is needed (if these are no names, add a line with them); say which is "
+                     f"{', '.join(names)} is needed (if this is data, add a header line); say which is "
                      f"which, such as {proposal(texts)}")
 
 # %% ../../nbs/data/02_rows.ipynb #8e9fd8fb
@@ -503,7 +503,7 @@ class Example(NamedTuple):
     instruction: str          # of the query
     document_instruction: str # of the documents, empty except in GritLM's data
     scores: tuple = ()        # a teacher's, of the positive and then each negative; empty where the row has none
-    others: tuple = ()        # further positives of the row that are among the batch's documents
+    others: tuple = ()        # further positives of the query that are among the batch's documents
     askers: tuple = ()        # further queries of the batch whose row has this positive
 
 # %% ../../nbs/data/02_rows.ipynb #d89951d7
@@ -535,12 +535,13 @@ def with_known(chosen: list,    # `Example` of a whole batch
               ) -> list:        # of `Example`, with `others` and `askers`
     "Tell each example which other texts of its batch its dataset pairs it with."
     if all(len(texts) == 1 for texts in positives): return chosen
-    documents, queries = {text for e in chosen for text in (e.positive, *e.negatives)}, {}
+    documents, queries, answers = {text for e in chosen for text in (e.positive, *e.negatives)}, {}, {}
     for example, texts in zip(chosen, positives):
-        for text in texts: queries.setdefault(text, []).append(example.query)
-    return [e._replace(others=tuple(text for text in texts if text in documents and text != e.positive),
-                       askers=tuple(query for query in queries[e.positive] if query != e.query))
-            for e, texts in zip(chosen, positives)]
+        for text in texts:
+            queries.setdefault(text, []).append(example.query)
+            answers.setdefault(example.query, []).append(text)
+    return [e._replace(others=tuple(text for text in answers[e.query] if text in documents and text != e.positive),
+                       askers=tuple(query for query in queries[e.positive] if query != e.query)) for e in chosen]
 
 # %% ../../nbs/data/02_rows.ipynb #58475d13
 def examples(table,             # datasets.Dataset of the batch's dataset

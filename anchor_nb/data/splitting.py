@@ -24,12 +24,11 @@ def group_rows(rows: list,      # in the common form
     from scipy.cluster.hierarchy import DisjointSet
     groups, marked = DisjointSet(range(len(rows))), {}
     for n, mark in enumerate(marks): groups.merge(n, marked.setdefault(mark, n))
-    for texts_of in (lambda row: [row["query"]], lambda row: row["positives"]):
-        holders = {} # text -> the first row that holds it
-        for n, row in enumerate(rows):
-            for text in map(plain, texts_of(row)): groups.merge(n, holders.setdefault(text, n))
-        first = list(holders.values())
-        for a, b in near_texts(list(holders)): groups.merge(first[a], first[b])
+    holders = {} # text -> the first row that has it as its query or as a document
+    for n, row in enumerate(rows):
+        for text in map(plain, (row["query"], *row["positives"])): groups.merge(n, holders.setdefault(text, n))
+    first = list(holders.values())
+    for a, b in near_texts(list(holders)): groups.merge(first[a], first[b])
     return sorted(sorted(members) for members in groups.subsets())
 
 # %% ../../nbs/data/10_splitting.ipynb #178466e8
@@ -53,7 +52,7 @@ def draw_test(rows: list, groups: list, wanted: int, seed: int) -> list: # row n
         queries += size
         if queries == wanted: break
     if not taken:
-        raise ValueError(f"every group of rows that share documents or nearly repeat each other has more than {wanted} "
+        raise ValueError(f"every group of rows that share texts or nearly repeat each other has more than {wanted} "
                          "queries; ask for more queries. Where many queries share their documents, as in a log of "
                          "clicks, keep one row for each document before splitting")
     return sorted(taken)
@@ -83,8 +82,10 @@ def divide(rows: list,   # in the common form
 def retrieval_parts(rows: list, chosen: list) -> tuple: # (corpus: text -> id, queries: text -> id, pairs of ids)
     "Documents of all rows, and the queries of the chosen ones with their documents."
     corpus, queries, judged = {}, {}, {}
+    itself = {plain(rows[n]["query"]) for n in chosen} - {plain(text) for n in chosen for text in rows[n]["positives"]}
     for row in rows:
-        for text in (*row["positives"], *row["negatives"]): corpus.setdefault(plain(text), (f"d{len(corpus)}", text))
+        for text in (*row["positives"], *row["negatives"]):
+            if plain(text) not in itself: corpus.setdefault(plain(text), (f"d{len(corpus)}", text))
     for n in chosen:
         name, _ = queries.setdefault(plain(rows[n]["query"]), (f"q{len(queries)}", rows[n]["query"]))
         for text in rows[n]["positives"]: judged[name, corpus[plain(text)][0]] = 1
@@ -115,9 +116,9 @@ def without(row: dict, answers: set) -> dict: # answers: plain texts
 # %% ../../nbs/data/10_splitting.ipynb #74587638
 FEW = 100 # queries, ours: fewer leave a mean uncertain by up to 10 points and more
 
-def interval(queries: int) -> float: # points of 100
-    "Half of the 95 % interval of a mean score, at most."
-    return 98/math.sqrt(queries)
+def interval(sizes: list) -> float: # numbers of queries, of the groups in a test set; -> points of 100
+    "Half of the 95 % interval of a mean score, at most: all queries of a group may have the same score."
+    return 98*math.hypot(*sizes)/sum(sizes)
 
 def marks_of(sources: dict, by: str) -> list: # one value a row, over all sources
     "The values of the field that rows are kept together by; ValueError for a row without it."
@@ -161,10 +162,12 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
     chosen = draw_test(rows, groups, queries or max(1, round(share*total)), seed)
     corpus, questions, judged = retrieval_parts(rows, chosen)
     held, answers = set(chosen), {plain(text) for n in chosen for text in rows[n]["positives"]}
+    sizes = [asked(rows, group) for group in groups if group[0] in held]
     spoilt = answering([row for n, row in enumerate(rows) if n not in held], answers)
     facts = dict(data=data, seed=seed, by=by, rows=len(rows), queries_of_all=total, groups=len(groups),
                  largest_group=max(map(len, groups)), queries=len(questions), answers=len(answers),
-                 documents=len(corpus), test_rows=len(chosen), interval=round(interval(len(questions)), 1), pairs={},
+                 documents=len(corpus), test_rows=len(chosen), test_groups=len(sizes),
+                 interval=round(interval(sizes), 1), pairs={},
                  file_names=all(re.fullmatch(r"\S+\.[A-Za-z]\w{0,4}", text) for text in corpus.values()))
     with new_folder(Path(out)) as folder:
         write_test(folder/"test", corpus, questions, judged)
@@ -183,12 +186,14 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
 def split_lines(facts: dict, out: str) -> list:
     "A summary of a split, as lines of text."
     pairs, queries = sum(facts["pairs"].values()), facts["queries"]
+    apart = facts.get("test_groups", queries) # older splits have not counted them
     lines = [f"{facts['rows']} rows in {facts['groups']} groups that share or nearly repeat a query or a document"
              + (f", or share {facts['by']}" if facts["by"] else ""),
              f"to train on: {pairs} pairs in {out}/pairs",
              f"test set: {queries} queries in {out}/test, to be answered from all {facts['documents']} documents, "
              "those of the training pairs included, so that the test set is not too easy",
-             f"a score on it is uncertain by at most {facts['interval']:.1f} points (95 %)"]
+             f"a score on it is uncertain by at most {facts['interval']:.1f} points (95 %)"
+             + f", since its queries are of {apart} groups"*(apart < queries)]
     if queries < FEW: lines.append(f"{queries} queries are few: only large differences will show; for 100 and more, "
                                    "raise --share or --queries, or collect more pairs")
     if facts["largest_group"] > facts["rows"]/2:

@@ -282,7 +282,7 @@ def links_to_nothing(folder: Path) -> list: # of paths
 def file_hash(path) -> str: # sha256
     "The sha256 of a file's content."
     stat = os.stat(path)
-    if time.time() - stat.st_ctime < 2: return sha256(path) # another change could leave the same timestamp
+    if abs(time.time() - stat.st_ctime) < 2: return sha256(path) # another change could leave the same timestamp
     return known_sha256(str(Path(path).resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns,
                         stat.st_ctime_ns)
 

@@ -36,13 +36,15 @@ def evaluation_behind(row: dict,    # of a ledger
 # %% ../../nbs/evaluation/07_comparison.ipynb #b57c8e05
 def load_per_query(ledger: list,  # rows
                    folder: Path,  # where `save_evaluation` wrote
-                  ) -> dict:      # (label, step, task) -> items, as `interval_of` takes them
+                  ) -> dict:      # (label, step, task) -> items, as `interval_of` takes them, of the last training
+                                  # seed, with `runs`: training seed -> items
     "The values behind the comparable rows of a ledger, where they were kept."
-    items = {}
+    runs = {}
     for row in comparable(ledger):
         kept = evaluation_behind(row, folder)
-        if kept and kept.items: items[row["label"], row["step"], row["task"]] = kept.items
-    return items
+        who = row["label"], row["step"], row["task"]
+        if kept and kept.items: runs.setdefault(who, {})[row["training_seed"]] = kept.items
+    return {who: list(seeds.values())[-1] | dict(runs=seeds) for who, seeds in runs.items()}
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #0ae2ad27
 def interval_around(values: dict, # training seed -> value
@@ -82,6 +84,18 @@ def difference(a: Part, b: Part) -> Interval | None:
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #46c9bf81
+def mean_items(runs: list) -> dict: # of items of one task, one a training seed
+    "The mean values of the queries over training seeds; of other statistics those of the last."
+    if len(runs) == 1 or runs[-1]["statistic"] != "mean": return runs[-1]
+    return runs[-1] | dict(values={query: fmean(run["values"][query] for run in runs) for query in runs[-1]["values"]})
+
+def items_of(kept: dict | None, # items, with or without `runs`
+             seeds) -> dict | None: # training seeds
+    "The items of these training seeds alone; None where none were kept."
+    if not kept or "runs" not in kept: return kept
+    runs = [items for seed, items in kept["runs"].items() if seed in seeds]
+    return mean_items(runs) if runs else None
+
 def parts_of(rows: list,  # comparable
              items: dict, # (label, step, task) -> items; may lack any
              tasks: list, # names
@@ -92,7 +106,7 @@ def parts_of(rows: list,  # comparable
         scores = by_seed(last)
         if not set(tasks) <= scores.keys(): continue
         if seeds := mean_by_seed(scores, tasks):
-            parts[label] = Part(seeds, [items.get((label, last[0]["step"], task)) for task in tasks])
+            parts[label] = Part(seeds, [items_of(items.get((label, last[0]["step"], task)), seeds) for task in tasks])
     return parts
 
 
@@ -248,11 +262,6 @@ class Side:
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #9c7adf68
-def mean_items(runs: list) -> dict: # of items of one task, one a training seed
-    "The mean values of the queries over training seeds; of other statistics those of the last."
-    if len(runs) == 1 or runs[-1]["statistic"] != "mean": return runs[-1]
-    return runs[-1] | dict(values={query: fmean(run["values"][query] for run in runs) for query in runs[-1]["values"]})
-
 def of_common_seeds(rows: list) -> list: # comparable, of the sides 0 and 1; `fewer`: whether some were left out
     "The rows of each task of the training seeds that both sides have, since the interval is over these, if several."
     seeds, kept = {}, []
@@ -282,9 +291,10 @@ def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> 
     for row in both:
         kept = evaluation_behind(row | dict(label=row["known_as"]), Path(sides[row["label"]].folder)/"per_query")
         if not kept: continue
-        if kept.items: items.setdefault((row["label"], row["step"], row["task"]), []).append(kept.items)
+        if kept.items:
+            runs = items.setdefault((row["label"], row["step"], row["task"]), dict(runs={}))["runs"]
+            runs[row["training_seed"]] = kept.items
         hits.setdefault(row["task"], {}).update(kept.hits)
-    items = {who: mean_items(runs) for who, runs in items.items()}
     names = dict.fromkeys(row["task"] for row in rows)
     return both, items, hits, [task for task in names if parts_of(both, {}, [task]).keys() != {0, 1}]
 

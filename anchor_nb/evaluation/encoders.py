@@ -407,7 +407,11 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
 BM25 = "mteb/baseline-bm25s"
 
 def beside_bm25(encoder: Encoder, weight: float): # as mteb calls a search model
-    "An embedder and BM25 as one, ranked as `search` ranks: the best `DEPTH` of each, fused."
+    """An embedder and BM25 as one: the best `DEPTH` of each, fused.
+
+    On an English task the ranking is that of `search`. For another language mteb's BM25 takes that language's stop
+    words and stems, while `search` always takes the English ones.
+    """
     import mteb
     from mteb.models.hybrid_wrappers import HybridSearch
     def best(scores): return dict(heapq.nlargest(DEPTH, scores.items(), key=lambda pair: (pair[1], pair[0])))

@@ -44,7 +44,7 @@ class Carried(NamedTuple):
     other: float      # behind another pair's
     none: float       # behind the embedding of [EOS]
     gap: float        # other less own
-    margin: float     # half the gap's 95 % interval
+    margin: float     # half the gap's 95 % interval, by t over the pairs
     identified: float # share of texts whose own anchor, of `among`, is the one behind which they are likeliest
     among: int = GROUP
 
@@ -58,6 +58,7 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
             pairs: list,     # of (query, document), both `prompts.Tokens`, held out; at least 2
            ) -> tuple:       # (direction -> `Carried`, [directions, pairs, 3] nats: own anchor, another's, none)
     "Measure what anchors carry, over all pairs and of each; ValueError for fewer than two pairs."
+    from scipy.stats import t
     if len(pairs) < 2:
         raise ValueError(f"what anchors carry is measured against another pair's, and there are {len(pairs)} pairs; "
                          "give at least 2")
@@ -70,13 +71,13 @@ def carried(run,             # (batch, shifts) -> as `losses_behind`
         costs.append(losses[[0, 1, -1]])
     costs = torch.cat(costs, 2).double()
     gaps = costs[1] - costs[0]
-    margins = 1.96*gaps.std(1)/math.sqrt(len(pairs))
+    margins = float(t.ppf(0.975, len(pairs) - 1))*gaps.std(1)/math.sqrt(len(pairs))
     values = torch.stack([*costs.mean(2), gaps.mean(1), margins, known.to(gaps)], 1)
     measured = {name: Carried(*row, among=len(groups[0])) for name, row in zip(anchor.directions, values.tolist())}
     return measured, costs.permute(1, 2, 0)
 
 # %% ../../nbs/losses/11_carry.ipynb #85b795f3
-NAMES = dict(q2d="a query's anchor tells about its document", d2q="a document's anchor tells about its query")
+NAMES = dict(q2d="what a query's anchor tells of its document", d2q="what a document's anchor tells of its query")
 
 def in_words(measured: dict, # direction -> `Carried`, or its fields as a dict
             ) -> list:       # of sentences
@@ -87,8 +88,8 @@ def in_words(measured: dict, # direction -> `Carried`, or its fields as a dict
         recognised = (f"for {at.identified:.0%} of texts their own anchor is the best of {at.among} "
                       f"({1/at.among:.0%} by chance)")
         tells, gap = NAMES[direction].capitalize(), f"{at.gap:.2f} +- {at.margin:.2f}"
-        if at.empty: lines.append(f"{tells} nothing measurable: {gap} nats a text; {recognised}.")
-        else: lines.append(f"{tells} {gap} nats of the {at.none:.0f} that a text costs without; {recognised}.")
+        if at.empty: lines.append(f"{tells}: nothing measurable, {gap} nats a text; {recognised}.")
+        else: lines.append(f"{tells}: {gap} nats of the {at.none:.0f} a text costs without it; {recognised}.")
     return lines
 
 # %% ../../nbs/losses/11_carry.ipynb #eebafcaa

@@ -52,17 +52,27 @@ def is_among(keys: Tensor,  # [n or 1, m]
     "Which keys a row knows."
     return (keys[..., None] == known.masked_fill(known < 0, -2)[:, None]).any(-1)
 
+def is_paired(keys: Tensor,           # [n or 1, m], all of them among the candidates'
+              query_keys: Tensor,     # [n]
+              candidate_keys: Tensor, # [candidates]
+              owner_keys: Tensor,     # [candidates] key of the query it is the positive of; -1 for hard negatives
+             ) -> Tensor:             # [n, m] bool
+    "Which keys are those of a positive of the same query, wherever that text lies; linear in the candidates."
+    distinct, same_query = candidate_keys.sort().values, query_keys[:, None] == owner_keys[None]
+    counts = torch.zeros_like(same_query, dtype=torch.int)
+    counts.index_add_(1, torch.searchsorted(distinct, candidate_keys), same_query.int())
+    return counts.gather(1, torch.searchsorted(distinct, keys).expand(len(query_keys), -1)) > 0
+
 def false_negatives(query_keys: Tensor,     # [queries]
                     candidate_keys: Tensor, # [candidates] key of each document; -1 for padding
                     owner_keys: Tensor,     # [candidates] key of the query it is the positive of; -1 for hard negatives
                     positives: Tensor,      # [queries] index of each query's positive
                     known: Tensor | None = None, # [queries, n] keys of each query's further positives; -1 for none
                    ) -> Tensor:             # [queries, candidates] bool
-    "Candidates that are not negatives: a copy of the positive's text, or a positive of the same query."
-    same_text = candidate_keys[positives][:, None] == candidate_keys[None]
-    same_query = query_keys[:, None] == owner_keys[None]
-    if known is not None: same_text = same_text | is_among(candidate_keys[None], known)
-    return (same_text | same_query).scatter(1, positives[:, None], False)
+    "Candidates that are not negatives: positives of the same query, and copies of them and of the positive itself."
+    false = is_paired(candidate_keys[None], query_keys, candidate_keys, owner_keys)
+    if known is not None: false = false | is_among(candidate_keys[None], known)
+    return false.scatter(1, positives[:, None], False)
 
 # %% ../../nbs/losses/04_infonce.ipynb #050e9cf8
 class ContrastiveBatch(NamedTuple):

@@ -9,11 +9,12 @@ __all__ = ['format_examples', 'format_known', 'Guide']
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from ..core.distributed import gather
 from ..models.packing import cut_by_tokens
 from ..models.loading import WHOLE_BEGINNING
 from ..models.inputs import prompted
 from ..models.embedder import AnchorEmbedder, encode_packed
-from .infonce import ContrastiveBatch, View, all_ranks, is_among
+from .infonce import ContrastiveBatch, View, all_ranks, is_among, is_paired
 
 # %% ../../nbs/losses/05_negatives.ipynb #281faaf0
 def to_queries(embeddings: Tensor, batch: ContrastiveBatch) -> View:
@@ -26,8 +27,9 @@ def to_queries(embeddings: Tensor, batch: ContrastiveBatch) -> View:
 def to_own(embeddings: Tensor, batch: ContrastiveBatch) -> View:
     "Queries look for their positives among their own documents."
     documents, places, absent = embeddings[batch.queries:], batch.own.clamp(min=0), batch.own < 0
-    keys = batch.keys[batch.queries:][places]
-    false = F.pad((keys[:, 1:] == keys[:, :1]) | is_among(keys[:, 1:], batch.others), (1, 0)) & ~absent
+    queries, keys = batch.keys[:batch.queries], batch.keys[batch.queries:]
+    right = is_paired(keys[places], queries, gather(keys), gather(batch.owners)) | is_among(keys[places], batch.others)
+    false = F.pad(right[:, 1:], (1, 0)) & ~absent
     return View(embeddings[:batch.queries], documents[places], torch.zeros_like(places[:, 0]), absent, false)
 
 # %% ../../nbs/losses/05_negatives.ipynb #f533a910

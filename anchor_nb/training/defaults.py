@@ -107,6 +107,7 @@ def in_words(recipe: Training, rows: int, lengths: list) -> str: # recipe: decid
     "The size of a step and the length of the run, in words."
     epochs = recipe.steps*recipe.global_batch/rows
     passes = f"{epochs:,.1f} epochs" if epochs > 0.95 else f"{100*epochs:.0f} %"
+    if set(recipe.ratios.values()) - {0, 1}: passes = f"as many examples as {passes}" # but not each pair as often
     whole = ""
     if lengths:
         share = sum(length <= recipe.max_length for length in lengths)/len(lengths)

@@ -29,7 +29,7 @@ from ..models.backbone import check_causal
 from ..models.loading import small_files, training_formatter
 from ..models.resolve import start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
-from ..runs.identity import engine_of, inputs_beside, settings_of
+from ..runs.identity import engine_of, inputs_beside, same_content, settings_of
 from .defaults import begun_with, decide, pair_lengths
 
 # %% ../../nbs/training/08_inputs.ipynb #8695a02f
@@ -258,7 +258,9 @@ def changes_of(before: dict, record: Record) -> str: # empty: the same run
     if changed := [name for name in {**before["data"], **record.data}
                    if before["data"].get(name) != record.data.get(name)]:
         return f"was trained on other content of {', '.join(changed)}; put the old files back, or choose another out"
-    if changed := [name for name, sha256 in record.inputs.items() if before.get("inputs", {}).get(name) != sha256]:
+    kinds = {f.name: f.metadata["reads"] for f in fields(RECIPES[record.stage])}
+    if changed := [name for name, content in record.inputs.items() if not same_content(
+            kinds.get(name, ""), record.recipe.get(name, ""), content, before.get("inputs", {}).get(name))]:
         return f"was made with another content of {', '.join(changed)}; put the old files back, or choose another out"
     if before.get("engine") != record.engine:
         return ("was made by a version of this package that trains otherwise; choose another out, or resume with that "

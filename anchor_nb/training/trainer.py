@@ -377,7 +377,7 @@ def train(recipe: Training) -> dict[str, Any]:
         and hash of each dataset) and `last` (the loss and other facts of the last step).
 
     Raises:
-        ValueError: a setting or a row that cannot be, or another run's `out`; named before anything is written.
+        ValueError: an invalid setting or row, or another run's `out`; reported before anything is written.
         FileNotFoundError: a model or data that is not there.
     """
     inputs = Inputs(recipe)

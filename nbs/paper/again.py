@@ -436,7 +436,10 @@ def contrasts(rows, rung, step=0, others="SW", first="A"):
 
 
 def early_against_late(rows, rung, early, late):
-    "A after `early` steps of stage II less W after `late`, of the seeds that have both: a `Contrast` by itself."
+    """A after `early` steps of stage II less W after `late`: a `Contrast` by itself.
+
+    ValueError unless both have the same seeds, at least two.
+    """
     rows = [row | dict(step=1) for row in rows
             if row["rung"] == rung and (row["arm"], row["step"]) in (("A", early), ("W", late))]
     return contrasts(rows, rung, 1, "W")[0]

@@ -165,6 +165,14 @@ def test_bad_input_is_named_before_much_is_done(tmp_path, changes, message, monk
         analysis.analyse(asked(tmp_path, **changes), say=lambda text: None)
 
 
+@pytest.mark.parametrize("fields, row, groups", [(["query", "document"], ["a", "b"], [0, 0, 1, 1]),
+                                                 (["text"], ["a"], None)])
+def test_a_query_stays_with_its_document(tmp_path, monkeypatch, fields, row, groups):
+    monkeypatch.setattr(analysis, "compare", lambda *_, **how: how)
+    how = analysis.compared(asked(tmp_path), analysis.Sample(fields, [row]*2, [], ["x", "y"]))
+    assert how["groups"] == groups and len(how["labels"]) == 2*len(row)
+
+
 def test_classes_give_a_probe_and_one_class_says_so(tmp_path):
     texts = [dict(text=f"{word} number {n} of them", topic=word) for n in range(30) for word in ("cat", "house")]
     (tmp_path/"texts.jsonl").write_text("\n".join(map(json.dumps, texts)))

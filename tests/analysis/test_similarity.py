@@ -298,6 +298,20 @@ def test_a_changed_model_text_or_setting_is_another_result(models, texts, tmp_pa
         assert count() == before + 1
 
 
+def test_texts_of_a_group_are_in_one_block_and_on_one_side_of_the_probe(models, texts, tmp_path, monkeypatch):
+    blocks, null, groups, labels = [], [], [number//2 for number in range(40)], ["x", "x", "y", "y"]*10
+    dealt, strangers = streaming.dealt, streaming.strangers
+    monkeypatch.setattr(streaming, "dealt", lambda *how: blocks.append(dealt(*how)) or blocks[-1])
+    monkeypatch.setattr(streaming, "strangers", lambda which, draws: null.append(which) or strangers(which, draws))
+    found = compare(*models[:2], texts[:40], Settings(**SMALL), labels=labels, groups=groups)
+    assert len(blocks[0]) == 6 and all(len({n//2 for n in block}) == len(block)/2 for block in blocks[0])
+    assert sorted(n for block in blocks[0] for n in block) == list(range(40))
+    assert sorted(torch.cat(null).tolist()) == groups # no query's stranger is its own document
+    assert (found["probe"]["train"], found["probe"]["test"]) == (30, 10)
+    compare(*models[:2], texts[:40], Settings(**SMALL), labels=labels)
+    assert len(list((tmp_path/"similarity").iterdir())) == 2
+
+
 def test_a_damaged_kept_result_is_named(models, texts, tmp_path):
     compare(*models[:2], texts[:40], Settings(**SMALL))
     file, = (tmp_path/"similarity").iterdir()

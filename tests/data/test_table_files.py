@@ -183,6 +183,27 @@ def test_a_split_keeps_documents_and_near_duplicates_apart(tmp_path):
         assert file.read_bytes() == (tmp_path/"again"/file.relative_to(tmp_path/"a")).read_bytes()
 
 
+def test_a_file_whose_clock_is_ahead_is_hashed_once(tmp_path, monkeypatch):
+    (tmp_path/"a.csv").write_text("a")
+    changed, read, sha256 = (tmp_path/"a.csv").stat().st_ctime, [], tables.sha256
+    monkeypatch.setattr(tables, "sha256", lambda path: read.append(path) or sha256(path))
+    for ahead, times in ((0, 2), (3600, 3)): # what has just changed is read each time
+        monkeypatch.setattr(tables.time, "time", lambda: changed - ahead)
+        assert tables.file_hash(tmp_path/"a.csv") == tables.file_hash(tmp_path/"a.csv")
+        assert len(read) == times
+
+
+def test_hidden_files_and_one_that_vanishes_do_not_change_the_passages_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANCHOR_NB_CACHE", str(tmp_path/"cache"))
+    folder, below = tmp_path/"texts", documents.files_below
+    (folder/".git").mkdir(parents=True)
+    (folder/"a.txt").write_text("The old mill burned.")
+    before, hits = documents.passages_file(folder), documents.known_passages.cache_info().hits
+    (folder/".git"/"a.txt").write_text("hidden")
+    monkeypatch.setattr(documents, "files_below", lambda folder: [*below(folder), folder/"gone.txt"])
+    assert documents.passages_file(folder) == before and documents.known_passages.cache_info().hits == hits + 1
+
+
 def test_rows_of_one_template_are_grouped_in_time():
     "A large group of near-duplicates is joined without comparing all its pairs."
     rows = [dict(query=f"q{n}", positives=["the same long sentence about nothing at all, repeated in every single row "

@@ -92,7 +92,9 @@ def test_ranks_change_nothing(tmp_path, sizes=(2, 2, 1)):
     "Uneven shares, uneven negatives, scores on some ranks only: loss, gradient and log are those of one process."
     examples, teacher, known = made(5, seed=1)
     assert any(others for others, _ in known) and any(askers for _, askers in known)
-    examples = [(q, p, [examples[0][0]] + found[:1]) for q, p, found in examples]
+    examples[3] = (examples[0][0], *examples[3][1:]) # one query twice, on two ranks
+    examples = [(q, p, [examples[0][0], examples[3][1]] if n == 0 else [examples[0][0]] + found[:1])
+                for n, (q, p, found) in enumerate(examples)]
     # one on the first rank, two on the second, none on the last
     teacher = [[float(n), 1.0, -float(n)][:1 + len(e[2])] if n in (0, 2, 3) else [] for n, e in enumerate(examples)]
     ends = [sum(sizes[:k + 1]) for k in range(len(sizes))]

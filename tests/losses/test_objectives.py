@@ -246,3 +246,14 @@ def test_anchors_are_recognised_in_groups_of_one_size(count, among):
     assert f"for 0% of texts their own anchor is the best of {among} ({1/among:.0%} by chance)" in in_words(found)[0]
     old = {name: value for name, value in found["q2d"]._asdict().items() if name != "among"}
     assert "the best of 16 (6% by chance)" in in_words(dict(q2d=old))[0], "rows of earlier versions can be read"
+
+
+def test_few_pairs_have_the_wide_interval_of_student_and_a_sentence_says_it():
+    gaps = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    def run(group, shifts): return torch.stack([gaps*(shift == 1) for shift in shifts])[:, None] + 9
+    found, _ = carried(run, SimpleNamespace(pack=list, directions=("q2d",)), list(range(4)))
+    assert found["q2d"].margin == pytest.approx(3.182*gaps.std().item()/2, rel=1e-3) # t of 3 degrees of freedom
+    tells = "What a query's anchor tells of its document"
+    assert in_words(found)[0].startswith(f"{tells}: nothing measurable, 1.50 +- 2.05 nats a text;")
+    surer = in_words(dict(q2d=found["q2d"]._replace(margin=0.5)))[0]
+    assert surer.startswith(f"{tells}: 1.50 +- 0.50 nats of the 9 a text costs without it;")
