@@ -45,7 +45,7 @@ SYSTEM = { # errno -> what is wrong with {path}, what to do
     errno.EEXIST: ("{path} exists already", "give another path, or remove it"),
     errno.EACCES: ("{path} may not be read or written", "change its permissions, or give another path"),
     errno.EPERM: ("{path} may not be changed", "change its permissions, or give another path"),
-    errno.EROFS: ("{path} lies on a disk that can only be read", "give a path on another disk"),
+    errno.EROFS: ("{path} is on a read-only disk", "give a path on another disk"),
     errno.ENOSPC: ("the disk of {path} is full", "free some space, and run the same command again"),
     errno.ENOTEMPTY: ("{path} is a folder that is not empty", "give another path, or empty it"),
     errno.ENAMETOOLONG: ("the name {path} is too long", "give a shorter one")}
@@ -123,6 +123,6 @@ def two_lines(error: BaseException) -> str:
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             fix = "this is a fault of anchor_nb: please report it with the traceback"
         trace = "" if is_clear(error) else keep_trace(error)
-        fix = fix or "put that right and run the same command again"
+        fix = fix or "fix that and run the same command again"
         fix = f"{fix}; traceback: {trace}" if trace else fix
     return hide(f"{what}\n{fix}", secret_values())

@@ -85,7 +85,7 @@ class Training(Recipe):
                               bound=">=0")
     global_batch: int = setting(0, "examples of one step over all processes; 0: by preset", "paper: 512",
                                 group="first", bound=">=0")
-    epochs: float = setting(0.0, "how often each example is seen, in place of steps; 0: by preset or steps",
+    epochs: float = setting(0.0, "passes over the data, instead of steps; 0: by preset or steps",
                             "paper: none, but steps", how=True, group="first", bound=">=0")
     seed: int = setting(42, "seed of the data order, the adapters and dropout", "authors' code: 42", group="first",
                         bound="[0,2**32)")
@@ -205,13 +205,13 @@ class Stage1(Training):
                                 "ours: bags first, as in paper/carrying", group="anchor", bound=">=0")
     carry_steps: int = setting(500, "steps between measurements of what anchors carry; 0: only at the end",
                                "ours", group="anchor", bound=">=0")
-    carry_pairs: int = setting(64, "pairs that it is measured on, such as the run never draws; 0: not measured",
+    carry_pairs: int = setting(64, "pairs to measure that on, never drawn in training; 0: not measured",
                                "ours", group="anchor", bound=">=0")
-    held_out: int = setting(0, "pairs kept out of training for that; 0: none, if the run leaves some undrawn",
+    held_out: int = setting(0, "pairs kept out of training to measure it; 0: none, if some go undrawn",
                             "ours", group="anchor", bound=">=0")
-    until_carried: float = setting(0.0, "stop once anchors carry at least so many nats a text in each direction; "
+    until_carried: float = setting(0.0, "stop once anchors carry this many nats a text in each direction; "
                                         "0: at steps", "ours", group="anchor", bound=">=0")
-    pairing: str = setting("own", "own: each query with its document; strangers: with another row's, a control",
+    pairing: str = setting("own", "own: each query with its document; strangers: mismatched pairs, a control",
                            "paper: own", ("own", "strangers"), group="anchor")
     masked_fraction: float = setting(0.2, "share of tokens masked", "LLM2Vec: 0.2", group="mntp", bound="(0,1]")
     masked_with: str = setting("_", "the token that replaces a masked one", "LLM2Vec: _", group="mntp")
@@ -486,7 +486,7 @@ class Adapt(Recipe):
     pairs: str = setting("", "a table of queries and what answers them; empty: queries are made from the documents",
                          reads="files", group="first")
     out: str = setting("runs/adapt", "where the model, the verdict and all steps go", how=True, group="first")
-    base: str = setting("auto", "models to train, with commas between; minilm always is. auto: smollm2-135m too, where "
+    base: str = setting("auto", "models to train, comma-separated; always minilm too. auto: smollm2-135m as well, if "
                         "time allows", "ours: the scores decide", reads="model", group="first")
     minutes: float = setting(60.0, "for training language models, roughly; minilm takes what it needs", "ours",
                              group="first", bound=">0")
@@ -501,7 +501,7 @@ class Adapt(Recipe):
     words: int = setting(160, "words of a passage at most", "ours: about 220 tokens", bound=">0")
     questions: int = setting(400, "passages that a question is written for, where no pairs are given; 0: none", "ours",
                              bound=">=0")
-    generator: str = setting("smollm2-135m", "causal language model that writes them, or http://HOST/v1#MODEL",
+    generator: str = setting("smollm2-135m", "causal language model that writes questions, or http://HOST/v1#MODEL",
                              "ours: small enough for a laptop", reads="model")
     train_pairs: int = setting(2000, "pairs trained on at most; 0: all", "ours: for small machines", bound=">=0")
     epochs: int = setting(3, "passes over the pairs at most; the development split stops sooner", "ours", bound=">0")

@@ -23,6 +23,7 @@ from ..core.redaction import hide, secret_values, without_secrets
 from ..core.settings import from_yaml
 from .stages import check_before, checked, placed, run_stage, stage_notebook
 from ..runs.ledger import read_json, write_json
+from ..runs.manifest import is_complete
 from .torchrun import TRAINING, train_stage
 
 # %% ../../nbs/experiments/02_slurm.ipynb #a7a2a308
@@ -46,7 +47,7 @@ def outcome_of(job: Path) -> dict: # code: 0, 1 failed, 143 stopped; reason; emp
 def is_finished(stage: str, parameters: dict) -> bool:
     "Whether a run is complete, as its notebook asks it: then the first node does not come to train."
     run = placed(stage_notebook(stage), parameters)/"run.json"
-    return run.is_file() and read_json(run).get("status") == "complete"
+    return run.is_file() and is_complete(run.parent, read_json(run))
 
 def run_job(job: str, parent: int = 0): # a job's file; process id of who started this, 0: nobody
     "Run a job's stage in this process, note how it ended, and exit."

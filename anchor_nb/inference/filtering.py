@@ -29,22 +29,28 @@ from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, small_files
 from ..models.resolve import find_model, model_files
 from .corpus_encoding import Encoding
-from .hard_negatives import instruction_of, quantiles
+from .hard_negatives import document_instruction_of, instruction_of, quantiles
 
 # %% ../../nbs/inference/04_filtering.ipynb #c7e9b7ef
 def score_rows(rows: Iterable,      # in the common form
                embedder,            # anything with `encode_query` and `encode_document`
                instruction=lambda row, number: "", # of a row and its number
                first: int = 0,      # number of the first row
+               document_instruction=lambda row: "", # of the documents of a row
               ) -> Iterator:        # of (scores of the positives, scores of the negatives)
     "The score of every text of a row for its query: the cosine."
     rows = list(rows)
     instructions = [instruction(row, number) for number, row in enumerate(rows, first)]
     queries = embedder.encode_query([row["query"] for row in rows], instructions, normalize_embeddings=True)
-    texts = list(dict.fromkeys(text for row in rows for text in (*row["positives"], *row["negatives"])))
-    vectors = dict(zip(texts, embedder.encode_document(texts, normalize_embeddings=True)))
-    for query, row in zip(queries, rows):
-        yield tuple([float(query @ vectors[text]) for text in row[side]] for side in ("positives", "negatives"))
+    before = list(map(document_instruction, rows))
+    documents = list(dict.fromkeys((text, instruction) for row, instruction in zip(rows, before)
+                                   for text in (*row["positives"], *row["negatives"])))
+    texts, instructions = [[pair[side] for pair in documents] for side in (0, 1)]
+    how = dict(instruction=instructions) if any(instructions) else {}
+    vectors = dict(zip(documents, embedder.encode_document(texts, normalize_embeddings=True, **how)))
+    for query, row, instruction in zip(queries, rows, before):
+        yield tuple([float(query @ vectors[text, instruction]) for text in row[side]]
+                    for side in ("positives", "negatives"))
 
 # %% ../../nbs/inference/04_filtering.ipynb #c2f00c01
 def is_cross_encoder(model: str) -> bool:
@@ -157,7 +163,8 @@ def scores_by(model: str, recipe: Mine, max_length: int): # -> function of a nam
         return lambda name, rows, first: judge_rows(rows, judge)
     embedder = AnchorEmbedder.from_pretrained(model, max_length=max_length, device=device)
     layout = embedder.formatter.layout
-    return lambda name, rows, first: score_rows(rows, embedder, instruction_of(name, recipe, layout), first=first)
+    return lambda name, rows, first: score_rows(rows, embedder, instruction_of(name, recipe, layout), first,
+                                                 document_instruction_of(recipe, layout))
 
 def check_finite(scores: list, name: str, first: int): # of rows from number `first` on
     "ValueError names the first row with a score that is not finite."

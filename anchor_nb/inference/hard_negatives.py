@@ -302,6 +302,22 @@ def instruction_of(name: str, recipe: Mine, layout=None): # -> function of row a
     usual = (table or {}).get(name) or [""]
     return lambda row, number: "" if table is None else row["instruction"] or usual[number % len(usual)]
 
+def document_instruction_of(recipe: Mine, layout): # -> function of row
+    "The instruction of a row's documents, as in training."
+    takes = layout.instruction_format != WHOLE_BEGINNING and training_instructions(recipe.instructions) is not None
+    return lambda row: row["document_instruction"] if takes else ""
+
+def shared_instruction(name: str, table: Iterable, recipe: Mine, layout) -> str:
+    "The instruction of all documents of a dataset, which are encoded once; ValueError names a row with another."
+    first, instruct = None, document_instruction_of(recipe, layout)
+    for number, text in enumerate(map(instruct, table)):
+        if first not in (None, text):
+            raise ValueError(f"{name}, row {number}: its documents have the instruction {text!r}, and those of row 0 "
+                             f"have {first!r}; put rows with other instructions of documents into another file, or set "
+                             "instructions=none")
+        first = text
+    return first or ""
+
 # %% ../../nbs/inference/03_hard_negatives.ipynb #6ea10730
 def write_queries(path: Path, table, rows: np.ndarray, batch: int = 4096):
     "A file of the queries of some rows."
@@ -325,9 +341,10 @@ def near_by_model(name: str, table, pool: Pool, known: Known, recipe: Mine,
                   facts: dict, done) -> Iterator: # of (rows, `Near`); done: of rows: need they not be searched for?
     "Search with an embedder, one shard of queries at a time; `facts` receives the recall of an approximate search."
     embedder = planned(recipe.model, recipe.pooling, recipe.max_length)
-    documents = vectors_of(pool.path, recipe, embedder)
+    layout = embedder[1]["layout"]
+    documents = vectors_of(pool.path, recipe, embedder, shared_instruction(name, table, recipe, layout))
     clusters = Clusters(documents) if recipe.search == "approximate" else None
-    for instruction, rows, file in queries_of(name, table, pool, recipe, embedder[1]["layout"]):
+    for instruction, rows, file in queries_of(name, table, pool, recipe, layout):
         for _, vectors in vectors_of(file, recipe, embedder, instruction, "query"):
             part, rows = rows[:len(vectors)], rows[len(vectors):]
             if clusters and not facts: facts["search"] = clusters.tune(vectors[:500], recipe.last_rank)

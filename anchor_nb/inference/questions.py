@@ -6,15 +6,19 @@
 __all__ = ['heading_pairs', 'link_pairs', 'ask', 'found_again']
 
 # %% ../../nbs/inference/06_questions.ipynb #7a3a0b06
-import json, os, posixpath, re, time, urllib.request, warnings
+import hashlib, json, os, posixpath, re, time, urllib.request, warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPException
+from ipaddress import ip_address
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
 import torch
 from ..core.names import composed
 from ..core.progress import announce
+from ..core.redaction import hide, secret_values
 from ..data.deduplication import plain
 from ..data.documents import count_words
 from ..data.retrieval_sets import draw
@@ -114,45 +118,75 @@ def pause(error: Exception, wait: float) -> float: # seconds
     asked = error.headers.get("Retry-After", "") if isinstance(error, HTTPError) else ""
     return max(wait, min(int(asked), 300)) if asked.isdecimal() else wait
 
+def may_have_key(address: str) -> bool:
+    "Whether nobody can read along: an encrypted connection, or one within this machine."
+    place = urlsplit(address)
+    try: return place.scheme == "https" or place.hostname == "localhost" or ip_address(place.hostname).is_loopback
+    except ValueError: return False # another name
+
+def explain(error: Exception):
+    "Let a refusal say what the server wrote with it."
+    if not isinstance(error, HTTPError): return
+    with suppress(OSError, HTTPException):
+        text = " ".join(error.read(2000).decode("utf-8", "replace").split())
+        error.msg = f"{error.msg} {hide(text, secret_values())[:200]}".strip()
+
 def answer_of(text: str, address: str, model: str, known: bool) -> str: # "": the model wrote nothing
-    "Ask a server about one text, again where that may help; OPENAI_API_KEY is sent where it is set."
+    "Ask a server about one text, again where that may help; OPENAI_API_KEY is sent to it as `may_have_key` says."
     asked = dict(role="user", content=PROMPT.format(text=text))
-    body = dict(model=model, max_tokens=48, temperature=0, messages=[asked])
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(f"{address.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+    body, key = dict(model=model, max_tokens=48, temperature=0, messages=[asked]), os.environ.get("OPENAI_API_KEY")
+    request = urllib.request.Request(f"{address.rstrip('/')}/chat/completions", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    if key and may_have_key(address): request.add_unredirected_header("Authorization", f"Bearer {key}")
     for wait in WAITS:
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
-                return json.load(reply)["choices"][0]["message"]["content"] or ""
+                content = json.load(reply)["choices"][0]["message"]["content"]
+            if not isinstance(content, str | None):
+                raise TypeError(f"content is a {type(content).__name__} and should be a text")
+            return content or ""
         except (OSError, HTTPException) as error:
             if not wait or not may_pass(error, known):
+                explain(error)
                 raise
             time.sleep(pause(error, wait))
 
 # %% ../../nbs/inference/06_questions.ipynb #0954218d
-def by_address(texts: list, address: str, model: str) -> list: # of answers, in the order of the texts
-    "Ask a server, several texts at a time, '' where it fails; ValueError when the first request fails, or most do."
-    answers, errors = [], [] # errors: those since the latest answer
-    def answer(text):
+def kept_answers(file: Path | None) -> dict: # key -> answer
+    "What a server has answered before, as far as it was written whole."
+    known = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ():
+        with suppress(ValueError, TypeError): known.update([json.loads(line)])
+    return known
+
+def by_address(texts: list, address: str, model: str,
+               kept: Path | None = None) -> list: # of answers, in the order of the texts; None where the server failed
+    "Ask a server, several texts at a time; ValueError when the very first request fails, or most do."
+    known, alive, errors = kept_answers(kept), [], [] # alive: not empty once it answers; errors: since then
+    keys = [hashlib.sha256(json.dumps([model or address, PROMPT.format(text=text)]).encode()).hexdigest()
+            for text in texts]
+    missing = [n for n, key in enumerate(keys) if key not in known]
+    def answer(n): # -> what went wrong
         if lost := errors[LOST:]: return lost[0]
-        try: reply = answer_of(text, address, model, bool(answers))
+        try: known[keys[n]] = reply = answer_of(texts[n], address, model, bool(alive))
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             errors.append(error)
             return error
-        errors.clear()
-        return reply
-    answers += map(answer, texts[:1])
+        errors.clear(), alive.append(n)
+        if kept:
+            with open(kept, "a", encoding="utf-8") as file: file.write("\n" + json.dumps([keys[n], reply]))
+    first = [] if known else missing[:1]
+    failed = list(filter(None, map(answer, first)))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for reply in pool.map(answer, () if errors else texts[1:]):
-            answers.append(reply)
-            if len(answers) % 100 == 0: announce(f"questions: {len(answers)} of {len(texts)}")
-    failed = [reply for reply in answers if isinstance(reply, Exception)]
-    if 2*len(failed) > len(answers):
+        for count, error in enumerate(pool.map(answer, () if failed else missing[len(first):]), len(first) + 1):
+            if error: failed.append(error)
+            if count % 100 == 0: announce(f"questions: {count} of {len(missing)}")
+    lacking = sum(key not in known for key in keys)
+    if 2*lacking > len(texts):
         raise ValueError(f"generator={address} gave no answer ({failed[-1]}); start the server, set OPENAI_API_KEY if "
-                         "it wants a key, or name a model")
-    if failed: warnings.warn(f"{address} gave no answer to {len(failed)} of {len(texts)} texts ({failed[-1]})")
-    return ["" if isinstance(reply, Exception) else reply for reply in answers]
+                         "it wants a key (which is sent over https or to this machine only), or name a model")
+    if failed: warnings.warn(f"{address} gave no answer to {lacking} of {len(texts)} texts ({failed[-1]})")
+    return [known.get(key) for key in keys]
 
 # %% ../../nbs/inference/06_questions.ipynb #24d8a8e3
 @torch.inference_mode()
@@ -178,11 +212,12 @@ def by_model(texts: list, model: str, batch: int = 8, longest: int = 256) -> lis
 # %% ../../nbs/inference/06_questions.ipynb #f95f9759
 def ask(texts: list,      # passages
         generator: str = "smollm2-135m", # a causal model by name, hub id or folder, or http://HOST/v1#MODEL
-       ) -> list:         # of questions; empty where the model wrote none
+        kept: Path | None = None, # a JSONL file to which a server's answers are added, and which is read first
+       ) -> list:         # of questions; empty where the model wrote none, None where the server failed
     "A question for each text."
     if generator.startswith(("http://", "https://")):
         address, _, model = generator.partition("#")
-        return list(map(first_question, by_address(texts, address, model)))
+        return [answer and first_question(answer) for answer in by_address(texts, address, model, kept)]
     return list(map(first_question, by_model(texts, generator)))
 
 # %% ../../nbs/inference/06_questions.ipynb #987adf8d

@@ -6,7 +6,7 @@
 __all__ = ['search', 'Hit', 'Index', 'open_index', 'bm25_weight', 'search_corpus']
 
 # %% ../../nbs/inference/02_search.ipynb #5fd08e98
-import json, math, os, warnings
+import errno, json, math, os, warnings
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from .. import __version__
-from ..core.files import damage, draft_of, keep_apart, new_folder, seal, write_text
+from ..core.files import check_replaceable, damage, draft_of, keep_apart, new_folder, scratch, seal, write_text
 from ..core.progress import announce
 from ..data.tables import check_columns
 from ..core.redaction import without_secrets
@@ -88,13 +88,15 @@ def check_vectors(queries, corpus, k: int) -> tuple: # (queries, corpus): [rows,
                          "encoded it")
     return asked.float(), given.float()
 
-# %% ../../nbs/inference/02_search.ipynb #f4c3bcef
-def search(queries,                # [queries, dimension], or one vector: array or tensor
-           corpus,                 # [documents, dimension]; a memory-mapped array is read once
-           k: int = 10,            # documents for each query; fewer where the corpus has fewer
-          ) -> Found:              # scores and rows of the corpus, both [queries, k]
-    "The documents with the largest inner products; ValueError for vectors that cannot be compared."
-    k = whole_number("k", k)
+def check_finite(vectors, named=lambda row: f"vector {row} of the corpus", rows: int = 4096): # rows: of one block
+    "ValueError names the first vector with a number that is not finite; faiss would leave it out without a word."
+    for first, block in zip(range(0, len(vectors), rows), as_matrix(vectors).split(rows)):
+        if torch.stack(block.aminmax()).isfinite().all(): continue
+        broken = first + int((~block.isfinite()).any(1).nonzero()[0])
+        raise ValueError(f"{named(broken)} has a number that is not finite; look for NaN in what encoded it")
+
+def best_of(queries, corpus, k: int) -> Found:
+    "What `search` returns, of a corpus that is finite."
     asked, given = check_vectors(queries, corpus, k)
     k = min(k, len(given))
     if not len(asked): return Found(np.empty((0, k), np.float32), np.empty((0, k), np.int64))
@@ -102,9 +104,18 @@ def search(queries,                # [queries, dimension], or one vector: array 
     faiss = find_spec("faiss") and given.device.type == "cpu"
     scores, numbers = by_faiss(array(asked), array(given), k) if faiss else by_torch(asked, given, k)
     if np.isnan(scores).any() or (numbers < 0).any():
-        raise ValueError("the corpus has a vector that is not finite; look for NaN in what encoded it")
+        raise ValueError("a score is not finite; look for huge numbers in what encoded the corpus")
     order = np.lexsort((numbers, -scores))
     return Found(np.take_along_axis(scores, order, 1), np.take_along_axis(numbers, order, 1))
+
+# %% ../../nbs/inference/02_search.ipynb #f4c3bcef
+def search(queries,                # [queries, dimension], or one vector: array or tensor
+           corpus,                 # [documents, dimension]; a memory-mapped array is read twice
+           k: int = 10,            # documents for each query; fewer where the corpus has fewer
+          ) -> Found:              # scores and rows of the corpus, both [queries, k]
+    "The documents with the largest inner products; ValueError for vectors that cannot be compared."
+    check_finite(corpus := as_matrix(corpus, "corpus"))
+    return best_of(queries, corpus, whole_number("k", k))
 
 # %% ../../nbs/inference/02_search.ipynb #3cc4dc01
 def write_faiss(index, file: Path):
@@ -246,6 +257,14 @@ def update(index, documents: dict, show_progress_bar: bool): # as for `Index.upd
                        index.truncate_dim)
 
 # %% ../../nbs/inference/02_search.ipynb #60416b77
+def check_given(vectors, ids: list, texts: list):
+    "ValueError for vectors that cannot be those of the documents."
+    if np.ndim(vectors) != 2:
+        raise ValueError(f"vectors have {np.ndim(vectors)} dimensions; give [documents, dimension]")
+    if len(vectors) != len(ids):
+        raise ValueError(f"{len(ids)} documents have {len(vectors)} vectors; give one for each")
+    check_finite(vectors, lambda row: f"the vector of document {ids[row]!r}, {texts[row][:60]!r},")
+
 class Stored:
     "How an index gets onto the disk and back, and follows its corpus."
     def save(self, folder: str | Path) -> Path:
@@ -313,10 +332,7 @@ class Index(Stored):
         if vectors is None:
             vectors = embedder.encode_document(self.texts, show_progress_bar=show_progress_bar,
                                                normalize_embeddings=True, truncate_dim=truncate_dim)
-        if np.ndim(vectors) != 2:
-            raise ValueError(f"vectors have {np.ndim(vectors)} dimensions; give [documents, dimension]")
-        if len(vectors) != len(self.ids):
-            raise ValueError(f"{len(self.ids)} documents have {len(vectors)} vectors; give one for each")
+        check_given(vectors, self.ids, self.texts)
         self.vectors, self.words = vectors, None
 
     def __len__(self): return len(self.ids)
@@ -348,7 +364,7 @@ class Index(Stored):
         check_weight(bm25, k)
         asked = self.embedder.encode_query(texts, instruction, normalize_embeddings=True,
                                            truncate_dim=self.truncate_dim)
-        matches = search(asked, self.vectors, DEPTH if bm25 else k)
+        matches = best_of(asked, self.vectors, DEPTH if bm25 else k)
         rankings = [dict(zip(*row)) for row in zip(matches.numbers.tolist(), matches.scores.tolist())]
         if bm25: rankings = [with_words(self, *pair, bm25) for pair in zip(texts, rankings)]
         hits = [[Hit(self.ids[n], score, self.texts[n]) for n, score in list(ranking.items())[:k]]
@@ -365,8 +381,16 @@ def is_index(folder: str | Path) -> bool: # a website may have an index.json too
     return there(MANIFEST) and (there("vectors.npy") or there("documents.jsonl"))
 
 def check_keep(folder: str | Path) -> Path: # expanded
-    "ValueError where an index cannot be written to a folder."
+    "ValueError or OSError where an index cannot be written to a folder, before a corpus is encoded for it."
     folder = Path(folder).expanduser()
+    check_replaceable(target := folder.resolve())
+    try:
+        with scratch(target.parent, target.name): pass # restores what a killed process had moved aside
+    except OSError as error:
+        if Path(error.filename or "").parent == target.parent: error.filename = str(folder) # not that of the scratch
+        raise
+    if target.exists() and not os.access(target, os.W_OK): # it is moved when it is replaced
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     if folder.exists() and not is_index(folder) and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and holds no index; name a new folder")
     return folder
@@ -385,9 +409,8 @@ def save_index(index: Index, folder: str | Path) -> Path: # the folder
     return folder
 
 # %% ../../nbs/inference/02_search.ipynb #3f0855a7
-def load_index(cls, embedder: AnchorEmbedder, folder: str | Path, verify: bool = True): # as for `Index.load`
+def read_index(cls, embedder: AnchorEmbedder, folder: Path, verify: bool): # as for `Index.load`
     "Read what `save` wrote; FileNotFoundError or ValueError when it is no index, damaged, or another embedder's."
-    folder = Path(folder).expanduser()
     if not (folder/MANIFEST).is_file():
         raise FileNotFoundError(f"{folder/MANIFEST} is missing; {folder} is no index")
     if verify and (wrong := damage(folder)):
@@ -399,6 +422,19 @@ def load_index(cls, embedder: AnchorEmbedder, folder: str | Path, verify: bool =
     index = cls(embedder, [row["text"] for row in rows], vectors, facts["truncate_dim"])
     index.ids = [row["_id"] for row in rows]
     return index
+
+def load_index(cls, embedder: AnchorEmbedder, folder: str | Path, verify: bool = True): # as for `Index.load`
+    "As `read_index`; where another process replaces the index meanwhile, the new one."
+    folder = Path(folder).expanduser()
+    which = lambda: os.stat(folder).st_ino if folder.is_dir() else 0
+    before = which()
+    try:
+        index = read_index(cls, embedder, folder, verify)
+        if which() == before: return index
+    except (OSError, ValueError):
+        if which() == before:
+            raise
+    return read_index(cls, embedder, folder, verify)
 
 # %% ../../nbs/inference/02_search.ipynb #d821bc0f
 def read_corpus(corpus: str, field: str = "", id_field: str = "", columns: dict = {}, # see `Encoding`
@@ -507,10 +543,14 @@ def trained_instruction(model: str) -> str: # empty: none, several, not known, o
     texts = {text for texts in asked_in_training(facts).values() for text in texts}
     return texts.pop() if len(texts) == 1 and not facts.get("prompts") else ""
 
+def stays_apart(layout, instruction: str) -> bool: # layout: how a model writes a query
+    "Whether an instruction does not run into the query after it."
+    return layout.instruction_format != WHOLE_BEGINNING or instruction[-1:] in (" ", ":", "\n")
+
 def takes_instruction(model: str, layout, instruction: str) -> bool: # layout: how the model writes a query
     "Whether queries may have one: not if it would run into them, nor if training had none."
     untrained = stored_facts(small_files(find_model(model))).get("recipe", {}).get("instructions") == "none"
-    return not untrained and (layout.instruction_format != WHOLE_BEGINNING or instruction[-1:] in (" ", ":", "\n"))
+    return not untrained and stays_apart(layout, instruction)
 
 def asked_with(instruction: str, usual: str) -> str:
     "The instruction that queries get; `none` means that there is none."

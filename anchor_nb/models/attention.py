@@ -61,8 +61,8 @@ def blocks_of(packed: Packed) -> list: # of (`Packed`, its `slots`), one after t
     if len(cuts) == 1: return [(packed, slots(packed))]
     blocks = []
     for first, end in zip(cuts, [*cuts[1:], len(lengths)]):
-        part = slice(int(starts[first]), int(starts[end]))
-        block = Packed(packed.ids[part], packed.positions[part], starts[first:end + 1] - starts[first], int(rest[first]))
+        part, new = slice(int(starts[first]), int(starts[end])), starts[first:end + 1] - starts[first]
+        block = Packed(packed.ids[part], packed.positions[part], new, int(rest[first]))
         blocks.append((block, slots(block)))
     return blocks
 

@@ -280,8 +280,10 @@ def merge_adapters(model): # -> the plain language model
 
 # %% ../../nbs/models/03_backbone.ipynb #efd9f7e0
 def compile_layers(model, backend: str = "inductor", attention: bool = False): # attention: compile it too
-    "Compile a model's decoder layers for packed batches of any length."
+    "Compile a model's layers, of a decoder or an encoder such as BERT, for packed batches of any length."
     from transformers import AttentionInterface
     for name, function in (("packed_sdpa", packed_sdpa), ("packed_varlen", packed_varlen)):
         if not attention: AttentionInterface.register(name, torch.compiler.disable(function))
-    for layer in trunk_of(model).layers: layer.compile(dynamic=True, backend=backend)
+    trunk = trunk_of(model)
+    stacks = (part for part in trunk.modules() if isinstance(part, nn.ModuleList)) # such as BERT's encoder.layer
+    for layer in getattr(trunk, "layers", None) or next(stacks): layer.compile(dynamic=True, backend=backend)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from ..data.prompts import Formatter, fit_layout, stored_facts
-from ..data.tables import content_hash
+from ..data.tables import content_hash, hidden
 from .attention import choose_attention, has_bf16, on_gpu
 from .backbone import attach_adapter, compile_layers, load_backbone, run_packed, trunk_of
 from .engines import int8_linears, load_engine
@@ -28,7 +28,7 @@ from .resolve import BESIDE, base_of, find_model
 def check_base(folder: str, base: str): # base: as `base_of` gives it
     "Warn where another model than an adapter was trained on may have taken its place."
     trained_on, place = stored_facts(folder).get("inputs", {}).get("model", "").partition(" on ")[0], find_model(base)
-    if trained_on and Path(place).is_dir() and content_hash(place) != trained_on:
+    if trained_on and Path(place).is_dir() and content_hash(place, BESIDE) != trained_on != content_hash(place):
         warnings.warn(f"{folder} was trained on {base}, which has changed since; unless its weights are the old ones, "
                       "the vectors are wrong")
 
@@ -43,10 +43,11 @@ def load_weights(folder: str, **how): # -> a causal language model
 # %% ../../nbs/models/10_embedder.ipynb #801af192
 def on_disk(sources: tuple) -> list: # the system's metadata of each file
     "Metadata that shows whether the files a model was loaded from have changed; what lies `BESIDE` them may."
+    counts = lambda file, source: file.is_file() and not hidden(file, source) and not set(BESIDE).intersection(
+        file.relative_to(source).parts)
     files = [file for source in sources if Path(source).is_dir() for file in sorted(Path(source).rglob("*"))
-             if file.is_file() and not set(BESIDE).intersection(file.relative_to(source).parts)]
-    return [(str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for file in files
-            for status in [file.stat()]]
+             if counts(file, source)]
+    return [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
 
 # %% ../../nbs/models/10_embedder.ipynb #e76c6881
 Pooling = Literal["", "eos", "mean", "weighted_mean", "first", "last", "content_mean", "content_weighted_mean",
@@ -96,7 +97,7 @@ class Pretrained(RoleEncoder):
 
         Raises:
             FileNotFoundError: no such folder, or a run without a finished model.
-            ValueError: a device that is not there, or a setting that cannot be.
+            ValueError: a device that is not there, or an invalid setting.
         """
         if backend != "torch":
             fixed = dict(pooling=pooling, attention=attention, device=str(device), bidirectional=bidirectional,

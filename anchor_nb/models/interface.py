@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Iterable, Literal, Required, TypedDict, Unpack, overload
 import numpy as np
 import torch
+from ..core.files import share_weights
 from ..core.progress import progress, without_bars
 from ..data.prompts import save_layout, stored_facts
 from .attention import is_causal
@@ -154,6 +155,7 @@ class Saved(Comparing):
                              "precision=int8 to save it, or write `anchor-nb export MODEL OUT --format onnx`")
         folder = Path(folder).expanduser()
         with without_bars(): self.lm.save_pretrained(folder)
+        share_weights(folder, "*.safetensors")
         self.tokenizer.save_pretrained(folder)
         facts = dict(prompts=self.prompts, normalize=self.normalize, bidirectional=not is_causal(self.lm.config))
         trained = [stored_facts(source) for source in getattr(self, "sources", ()) if Path(source).is_dir()]

@@ -169,12 +169,28 @@ def read_facts(folder: str,         # model folder or hub id
     return stored if bidirectional is None else dict(stored, bidirectional=bidirectional)
 
 # %% ../../nbs/models/07_loading.ipynb #5827ef78
+def is_in_part(name: str) -> bool: # a hub id
+    "Whether the hub's cache has a model, and leaves open whether sentence-transformers wrote it."
+    from huggingface_hub import try_to_load_from_cache
+    look = lambda file: try_to_load_from_cache(name, file) # None: unknown
+    try: config = look("config.json")
+    except ValueError: return False # no name that a hub could know
+    if not isinstance(config, str) or look("modules.json") or look(".gitattributes"): return False # of a whole copy
+    listing = Path(config).parents[2]/"trees"/f"{Path(config).parent.name}.json" # of all its files, if it was listed
+    if listing.is_file(): return '"modules.json"' in listing.read_text(encoding="utf-8")
+    return not any("ForCausalLM" in kind for kind in json_or_empty(Path(config)).get("architectures") or ())
+
 def small_files(name: str) -> Path: # the folder itself, or one with a hub model's configuration files
-    "Where the configuration of a model can be read; a path that does not exist when the hub cannot be reached."
+    """Where the configuration of a model can be read; a path that does not exist when the hub cannot be reached.
+    FileNotFoundError where the hub's cache does not tell how vectors are made."""
     if Path(name).is_dir(): return Path(name)
     from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
-    except (OSError, ValueError): return Path(name)
+    try: folder = Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
+    except (OSError, ValueError): folder = Path(name)
+    if is_in_part(name):
+        raise FileNotFoundError(f"{name} is in the hub's cache in part, and modules.json, which would say how its "
+                                "vectors are made, cannot be read; connect this machine once, or name a whole folder")
+    return folder
 
 SEARCH = "search.json" # in the folder of a model
 

@@ -150,7 +150,8 @@ def resolve_model(name: str) -> str:  # short name, folder or hub id -> folder o
     "What `from_pretrained` takes for a model that a user named; the hub is not asked."
     if name and Path(name).expanduser().is_dir(): return str(Path(name).expanduser())
     if short := spellings().get(name.lower()):
-        build = short in BUILT_MODELS and not (short == "minilm" and in_hub_cache(MODELS[short])) # there it is the same
+        cached = short == "minilm" and in_hub_cache(MODELS[short], "config.json", "model.safetensors", "modules.json")
+        build = short in BUILT_MODELS and not cached # where it is the same
         return cached_model(short) if build else MODELS[short]
     if name.lower() == "bm25":
         raise ValueError("bm25 ranks by words and makes no vectors; it is a yardstick, always in the table of "

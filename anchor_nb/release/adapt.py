@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 from .. import __version__
-from ..core.files import damage, draft_of, keep_apart, new_folder, seal, write_text
+from ..core.files import (damage, draft_of, keep_apart, new_folder, replace_folder, scratch, seal,
+                                 write_text)
 from ..core.progress import announce, without_bars
 from ..core.recipe import Adapt, Mine, Stage2
 from ..core.redaction import without_secrets
@@ -63,7 +64,7 @@ class Steps:
         self.keys[name], folder = key, self.folder(name)
         if (folder/"step.json").is_file() and not damage(folder):
             known = read_json(folder/"step.json")
-            if known["key"] == key:
+            if known["key"] == key and not known["facts"].get("unanswered"): # by a server, which is asked again
                 self.seconds[name] = known["seconds"]
                 return known["facts"]
         announce(f"adapt: {name}")
@@ -108,6 +109,7 @@ def read_lines(path: Path) -> list:
     with open(path, encoding="utf-8") as lines: return [json.loads(line) for line in lines]
 
 # %% ../../nbs/release/09_adapt.ipynb #22df7e6d
+ANSWERS = "steps", ".answers.jsonl" # below OUT: of a server that wrote questions
 MINER, SURVEYED = "minilm", 5000 # the encoder that filters and mines; passages it looks at, and all that are asked
 
 def encoder_of(model: str):
@@ -123,14 +125,15 @@ def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of 
     chosen = draw([n for n, text in enumerate(texts) if count_words(text) >= 12], recipe.questions, recipe.seed)
     chosen = chosen if recipe.questions else []
     part_sizes(len(heads) + len(chosen), recipe) # refuses what would be too few, before anything is asked
-    questions = zip(ask([texts[n] for n in chosen], recipe.generator), chosen) if chosen else ()
-    asked = heads + [(query, n) for query, n in questions if query]
+    questions = ask([texts[n] for n in chosen], recipe.generator, Path(recipe.out, *ANSWERS)) if chosen else []
+    asked = heads + [(query, n) for query, n in zip(questions, chosen) if query]
     kept = found_again(asked, texts, encode=encoder_of(MINER), most=SURVEYED, seed=recipe.seed)
     if not kept:
         raise ValueError(f"no query could be made from {recipe.documents}: none of {len(asked)} titles, headings, "
                          "links and questions finds its passage again; give pairs of your own, or another generator")
     titles = {query for query, _ in heads}
-    return kept, dict(headings=len(heads), questions=len(asked) - len(heads),
+    unanswered = dict(unanswered=questions.count(None)) if None in questions else {}
+    return kept, dict(**unanswered, headings=len(heads), questions=len(asked) - len(heads),
                       kept_headings=sum(query in titles for query, _ in kept),
                       kept_questions=sum(query not in titles for query, _ in kept))
 
@@ -373,6 +376,7 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
+    if pairs.get("unanswered"): steps.keys["pairs"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     sizes = {name: getattr(recipe, name) for name in ("test_queries", "dev_queries", "test_documents", "train_pairs",
                                                       "seed")}
     split = steps.run("split", lambda part: split_step(recipe, part, passages, rows, sentences, repeats), ("pairs",),
@@ -458,8 +462,13 @@ def choose_step(candidates: dict, dev: Retrieval, known: dict,
     return dict(scores=scores, gains=gains, weights=weights, chosen=max(gains, key=gains.get))
 
 def judge_step(candidates: dict, test: Retrieval, chosen: str, weights: dict, known: dict, documents: dict) -> dict:
-    "Scores on the test set, the verdict and the queries that changed most."
+    "Scores on the test set, the verdict and the queries that changed most; intervals are over documents."
+    from anchor_nb.evaluation.significance import bootstrap
     sheet = score_systems(test, systems_of(candidates), known=known, weights=weights)
+    for system in sheet.values():
+        names = sorted(system["values"])
+        span = bootstrap([system["values"][query] for query in names], groups=[documents[query] for query in names])
+        system |= dict(low=span.low, high=span.high)
     judge = lambda label: verdict(sheet, label, have_of(sheet), {query: documents[query] for query in test.queries})
     decision = judge(chosen)
     verdicts = {label: judge(label) for label, facts in candidates.items() if "why" not in facts}
@@ -488,6 +497,8 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         asked = f" and {pairs['kept_questions']} of {pairs['questions']} questions by {recipe.generator}"
         lines.append(f"Queries were made: {pairs['kept_headings']} of {pairs['headings']} titles, headings and links"
                      f"{asked*bool(pairs['questions'])} found their passage again.")
+        if pairs.get("unanswered"):
+            lines.append(f"The server gave no answer to {pairs['unanswered']} passages; the same command asks again.")
         lines.append("These are the test queries. The model learned from first sentences, which ask for what follows.")
     else:
         lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
@@ -625,12 +636,15 @@ def same_files(first: Path, second: Path, but: tuple = ()) -> bool: # but: names
     return held[0] == held[1]
 
 def set_aside(model: Path):
-    "Give the model of an earlier run another name, since another verdict is about to stand beside it."
+    "Give the model of an earlier run another name, and copies of its verdict and passages the same number."
     if not model.exists(): return
-    names = (model.with_name(f"model.before-{n}") for n in itertools.count(1))
-    place = next(name for name in names if not name.exists())
-    model.rename(place)
-    announce(f"the model of an earlier run is now {place}")
+    beside = [model.with_name(name) for name in ("verdict.html", "adapt.json", "passages.jsonl")]
+    numbered = ({path: path.with_name(f"{path.stem}.before-{n}{path.suffix}") for path in (model, *beside)}
+                for n in itertools.count(1))
+    places = next(names for names in numbered if not any(place.exists() for place in names.values()))
+    for path in filter(Path.is_file, beside): shutil.copy(path, places[path])
+    model.rename(places[model])
+    announce(f"the model of an earlier run is now {places[model]}")
 
 def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: list, chosen: str) -> str: # its folder
     "OUT/model, if it is better than what was there; none otherwise. One of an earlier run is set aside."
@@ -643,9 +657,10 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
               target=shown_target(recipe), notes=notes)
     made, records = steps.folder("export"), ("step.json", "files.json")
     if not (target.exists() and same_files(target, made, records)): # or edited, or put back by hand
-        set_aside(target)
-        with new_folder(target) as part:
-            shutil.copytree(made, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*records))
+        with scratch(target.parent, target.name) as place:
+            shutil.copytree(made, place/"new", ignore=shutil.ignore_patterns(*records))
+            set_aside(target) # once the new one is whole
+            replace_folder(place/"new", target)
     return str(target)
 
 # %% ../../nbs/release/09_adapt.ipynb #check-out
@@ -688,7 +703,7 @@ def check_base(base: str):
 
 # %% ../../nbs/release/09_adapt.ipynb #d44885fc
 def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, model, page, seconds
-    """Train an embedder on documents and say whether it is better there than what one has.
+    """Train an embedder on documents and say whether it beats what needs no training.
 
     Args:
         recipe: such as `Adapt(documents="docs", pairs="questions.csv", out="runs/mine")`.
@@ -819,7 +834,8 @@ def outlook(recipe: Adapt) -> list: # of lines
     lines.append(outlook_row("export", "OUT/model with a card, if it is better; OUT/verdict.html"))
     told = adapted_before(recipe)
     if (Path(recipe.out)/"model").exists():
-        told.append("OUT/model is there; if the outcome differs, it is kept as OUT/model.before-1 or the next number")
+        told.append("OUT/model is there; if the outcome differs, it is kept as OUT/model.before-1 or the next number, "
+                    "its verdict and passages likewise")
     if tuning > recipe.minutes:
         told.append(f"minutes={recipe.minutes:g} limits language models only; fewer train_pairs, epochs or "
                     f"test_documents shorten train-{MINER}")

@@ -126,8 +126,6 @@ def write_weights(embedder: AnchorEmbedder, folder: Path, dtype: str, head: bool
     with without_bars(): model.to(getattr(torch, dtype)).save_pretrained(folder)
     config = json_or_empty(folder/"config.json") | dict(dtype=dtype)
     write_json(folder/"config.json", for_all_readers(config, dimensions))
-    mode = (folder/"config.json").stat().st_mode # safetensors files are otherwise readable by their owner only
-    for file in folder.glob("*.safetensors"): file.chmod(mode)
 
 # %% ../../nbs/release/00_export.ipynb #427aa4e2
 def write_modules(embedder: AnchorEmbedder, folder: Path, prompts: dict, default: str | None = None):

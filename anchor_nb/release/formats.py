@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from ..core.files import saving
+from ..core.files import replace_folder, saving, scratch
 from ..data.prompts import LAYOUT_FILE, Layout, around
 from ..models.engines import ENGINE_FILES, KEPT, groups_of
 from ..models.loading import json_or_empty
@@ -93,8 +93,8 @@ def int8_product(node, groups: int, known: set) -> list: # node: a MatMul; known
     from onnx import helper
     ours = lambda kind, given, made: helper.make_node(kind, given, made, domain="anchor_nb")
     (states, weight), nodes = node.input, []
-    parts = [f"{states}_{number}" for number in range(groups)] if groups > 1 else [states]
-    sums = [f"{node.output[0]}_{number}" for number in range(groups)] if groups > 1 else list(node.output)
+    names = lambda whole: [f"{whole}_group{number}" for number in range(groups)] if groups > 1 else [whole]
+    parts, sums = names(states), names(node.output[0]) # numbers alone could be those of other layers, such as gelu_1
     if states not in known:
         if groups > 1: nodes.append(helper.make_node("Split", [states], parts, axis=-1, num_outputs=groups))
         nodes += [ours("int8_rows", [part], [f"{part}_rows", f"{part}_scales"]) for part in parts]
@@ -124,7 +124,7 @@ def int8_products(model, kept: set = frozenset()): # an onnx.ModelProto, which i
 # %% ../../nbs/release/07_formats.ipynb #c535185d
 BESIDE = 1_500_000_000 # bytes of weights from which ONNX keeps them in a file beside the graph, which ends at 2 GB
 
-def write_onnx(program, out: Path) -> list: # program: from `traced`; -> files
+def write_onnx(program, out: Path): # program: from `traced`; out: holds a folder onnx
     "The fp32 and the int8 graph."
     import onnx
     import onnxruntime
@@ -142,13 +142,12 @@ def write_onnx(program, out: Path) -> list: # program: from `traced`; -> files
     onnxruntime.InferenceSession(str(raw), options, providers=["CPUExecutionProvider"])
     for part in raw.parent.glob("raw.onnx*"): part.unlink()
     kept = {weight.detach().T.contiguous().numpy().tobytes() for name, weight in program.state_dict.items()
-            if name.endswith(f"{KEPT}.weight")}
+            if name.endswith(tuple(f".{layer}.weight" for layer in KEPT))}
     onnx.save(int8_products(onnx.load(files[0]), kept), files[1], save_as_external_data=large,
               location=files[1].name + "_data")
-    return files
 
 # %% ../../nbs/release/07_formats.ipynb #5de87ddb
-def write_openvino(program, out: Path) -> list: # files
+def write_openvino(program, out: Path): # as for `write_onnx`
     "The fp32 and the int8 graph."
     import nncf
     import openvino
@@ -159,7 +158,6 @@ def write_openvino(program, out: Path) -> list: # files
     openvino.save_model(model, files[0], compress_to_fp16=False)
     nncf.set_log_level(40)
     openvino.save_model(nncf.compress_weights(model), files[1], compress_to_fp16=False)
-    return files
 
 # %% ../../nbs/release/07_formats.ipynb #80c216bd
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -282,18 +280,20 @@ def check_formats(formats: list):
 def add_formats(folder,         # of `export`, with merged weights
                 formats: list,  # onnx, openvino, gguf
                ) -> dict:       # name of a file -> bytes, weights beside a graph included
-    "Write an exported model for other engines; ValueError when one of them cannot hold it."
+    "Write an exported model for other engines, each in a folder that is whole; ValueError when one cannot hold it."
     folder, program, written = Path(folder), None, []
     check_formats(formats)
-    for name in formats: (folder/name).mkdir(exist_ok=True)
     with saving(folder, str(folder), clean=False), warnings.catch_warnings():
         warnings.simplefilter("ignore") # of tracing
         for name in formats:
-            if name == "gguf":
-                written += (files := [folder/ENGINE_FILES["gguf", kind] for kind in ("fp16", "int8", "int4")])
-                for file, kind in zip(files, ("fp16", "int8", "int4")): write_gguf(folder, file, kind)
-            else:
-                program = program or traced(folder)
-                written += (write_onnx if name == "onnx" else write_openvino)(program, folder)
+            with scratch(folder, name) as place:
+                (place/name).mkdir()
+                if name == "gguf":
+                    for kind in ("fp16", "int8", "int4"): write_gguf(folder, place/ENGINE_FILES["gguf", kind], kind)
+                else:
+                    program = program or traced(folder)
+                    (write_onnx if name == "onnx" else write_openvino)(program, place)
+                replace_folder(place/name, folder/name)
+            written += [folder/file for (backend, _), file in ENGINE_FILES.items() if backend == name]
     size = lambda file: sum(part.stat().st_size for part in file.parent.glob(f"{file.stem}.*"))
     return {file.relative_to(folder).as_posix(): size(file) for file in written}

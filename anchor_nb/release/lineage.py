@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..data.corpora import CORPORA
 from ..models.loading import json_or_empty
 from ..models.resolve import MODELS
-from ..runs.identity import model_content
+from ..runs.identity import model_content, same_content
 from ..runs.manifest import read_manifest
 
 # %% ../../nbs/release/02_lineage.ipynb #1e37159c
@@ -56,8 +56,9 @@ def merged_parts(model) -> list: # of dict(model, weight, ...); empty for a mode
 def is_still(place: Path, run: Run) -> bool: # place: of the model that the run started from
     "Whether it has the content that the run read; without its weights, or a record, it is taken for it."
     content = run.manifest.get("inputs", {}).get("model")
-    try: return not content or model_content(str(place)) in ("", content)
+    try: here = model_content(str(place))
     except FileNotFoundError: return True
+    return not content or not here or same_content("model", str(place), here, content)
 
 def lineage(model) -> list: # of `Run`, the earliest first; empty for a model without a manifest
     "The training runs behind a model."

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from ..data.corpora import CORPORA, build_corpus
 from ..data.retrieval_sets import read_retrieval, relevant, split_off, splits_of, texts_file
-from ..inference.words import DEPTH
+from ..inference.words import DEPTH, Words
 
 # %% ../../nbs/release/06_serving.ipynb #7ed7f18a
 @dataclass(frozen=True)
@@ -82,11 +82,14 @@ class Ranker:
     @property
     def writes(self) -> bool: return can_write(self.stages)
 
-    @property
-    def takes_instruction(self) -> bool:
-        from anchor_nb.models.loading import WHOLE_BEGINNING
+    def takes(self, instruction: str) -> bool:
+        "Whether questions may have this instruction."
+        from anchor_nb.inference.search import stays_apart
         untrained = self.stages and self.stages[0].get("recipe", {}).get("instructions") == "none"
-        return not untrained and self.index.embedder.formatter.layout.instruction_format != WHOLE_BEGINNING
+        return not untrained and stays_apart(self.index.embedder.formatter.layout, instruction)
+
+    @property
+    def takes_instruction(self) -> bool: return self.takes(self.usual)
 
     @property
     def description(self) -> str:
@@ -98,7 +101,7 @@ class Ranker:
     def asked(self, instruction: str) -> str:
         "The instruction that the model gets."
         from anchor_nb.inference.search import asked_with
-        return asked_with(instruction, self.usual) if self.takes_instruction else ""
+        return asked if self.takes(asked := asked_with(instruction, self.usual)) else ""
 
     def vector(self, query: str, instruction: str = ""): # -> [dimension] fp32 of length 1
         "The embedding of a question."
@@ -348,10 +351,10 @@ def address(taken: socket.socket) -> str:
     return f"http://{name}:{port}"
 
 def web_server(application): # an ASGI application -> a `uvicorn.Server`
-    "A server that logs errors only and limits connections."
+    "A server that logs errors only; `Door` and `Worker` limit what it takes on, however many are connected."
     import uvicorn
     return uvicorn.Server(uvicorn.Config(application, log_level="warning", access_log=False, server_header=False,
-                                         lifespan="off", timeout_keep_alive=5, limit_concurrency=100))
+                                         lifespan="off", timeout_keep_alive=5, timeout_graceful_shutdown=10))
 
 # %% ../../nbs/release/06_serving.ipynb #777d2d97
 @contextmanager
@@ -389,6 +392,11 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     rankers, columns = [], {ours: theirs for ours, theirs in columns.items() if ours != "query"} # a set's queries
     for name, folder, place, weight, embedder in zip(names, folders, places, weights, embedders):
         index = open_index(embedder, corpus.path, place, show_progress_bar=True, columns=columns, like=like)
+        if rankers and (index.ids, index.texts) != (rankers[0].index.ids, rankers[0].index.texts):
+            raise ValueError(f"{corpus.path} has changed while it was read: {name} would search other texts than "
+                             f"{names[0]}; start again")
+        if weight: # not with the first question
+            index.words = rankers[0].index.words if rankers and rankers[0].bm25 else Words(index.texts)
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,
                               trained_instruction(folder)))
     return rankers
@@ -410,9 +418,10 @@ def serve(models: list,            # one or two: run folders, model folders, hub
     if not is_loopback(host):
         print(f"warning: other machines can reach {host}, and the page has no password; leave out --host to serve this "
               "machine only", file=sys.stderr)
+    listen(host, port).close() # a port in use is refused now; the page is ready once it can be reached
+    texts = find_corpus(corpus, columns)
+    rankers = open_rankers(models, texts, keep, bm25, columns, **how)
     with listen(host, port) as taken:
-        texts = find_corpus(corpus, columns)
-        rankers = open_rankers(models, texts, keep, bm25, columns, **how)
         names = ("localhost", "127.0.0.1", "::1", host.lower()) if is_loopback(host) else ()
         print(f"{address(taken)}  {texts.name}, {len(rankers[0].index.ids)} texts, "
               f"{' and '.join(ranker.name for ranker in rankers)}; Ctrl-C to stop", flush=True)

@@ -24,20 +24,30 @@ def content_at(path: str) -> str: # sha256; empty where there is no file or fold
     return content_hash(path) if os.path.isfile(path) or os.path.isdir(path) else ""
 
 # %% ../../nbs/runs/05_identity.ipynb #cdc5a098
-def model_content(path: str) -> str: # sha256; empty for a hub id or a short name
+def model_content(path: str,            # run, model folder, hub id or short name
+                  whole: bool = False,  # with what lies `BESIDE` the model, which counted before 29 November 2026
+                 ) -> str:              # sha256; empty for a hub id or a short name
     "The hash of a model: for a run, its model alone; for an adapter, its base too."
     if not path or not Path(path).expanduser().is_dir(): return ""
-    from anchor_nb.models.resolve import base_of, find_model
+    from anchor_nb.models.resolve import BESIDE, base_of, find_model
     folder = find_model(path)
-    base = base_of(folder)
-    return content_at(folder) + (f" on {model_content(base) or base}" if base else "")
+    base, content = base_of(folder), content_hash(folder, () if whole else BESIDE)
+    return content + (f" on {model_content(base, whole) or base}" if base else "")
+
+def commit_of(name: str) -> str: # name@commit; empty for a folder, a package's model, or where none is in the cache
+    "Which state of a model on the hub is in the client's cache."
+    from anchor_nb.models.resolve import BUILT_MODELS, CONFIGS, MODELS, at_commit, in_hub_cache
+    hub = MODELS.get(name, name)
+    if name in BUILT_MODELS or hub.count("/") != 1 or hub[0] in "/.~" or Path(hub).exists(): return ""
+    try: return at_commit(hub) if any(in_hub_cache(hub, file) for file in CONFIGS) else ""
+    except ValueError: return "" # no name that a hub could know
 
 NAMES = ("paper", "corpora", "mteb", "none") # of tables of instructions that come with the package
 
-def run_content(path: str) -> str: # sha256; empty for a hub id or a short name
+def run_content(path: str, whole: bool = False) -> str: # as `model_content`
     "A model and the snapshots of its training."
     snapshots = content_at(f"{path}/snapshots")
-    return model_content(path) + (f" with {snapshots}" if snapshots else "")
+    return model_content(path, whole) + (f" with {snapshots}" if snapshots else "")
 
 def files_content(path: str) -> str: # sha256, of a dataset with its name before it; empty where nothing is there
     "Files as a stage reads them: a dataset is named after its file, and the name chooses instruction and ratio."
@@ -56,6 +66,10 @@ CONTENT = dict(
     files=files_content,
     code=lambda name: content_at(code_file(name)),
     instructions=lambda path: "" if path in NAMES else content_at(path))
+
+def same_content(kind: str, path: str, content: str, recorded: str | None) -> bool: # kind: of `CONTENT`
+    "Whether an input has the recorded content; records of older versions are understood, which had no commits."
+    return content == recorded or kind in ("model", "run") and CONTENT[kind](path, whole=True) == (recorded or "")
 
 # %% ../../nbs/runs/05_identity.ipynb #b6f4e320
 def inputs_of(recipe) -> dict: # address such as ("models", "ours") -> (kind of content, path, hub id or name)
@@ -93,7 +107,9 @@ LISTED = ("data", "tasks", "data_root") # whose content a stage lists by itself,
 def inputs_beside(recipe, data: dict) -> dict: # parameter, or parameter.label -> sha256
     "The content of everything a recipe reads that is not listed in `data`."
     listed = lambda address, path: address[0] in LISTED and (bool(data) or path.startswith("hf:"))
-    hashes = input_hashes(recipe, listed, hub=True)
+    commits = {address: commit_of(path) for address, (kind, path) in inputs_of(recipe).items()
+               if kind in ("model", "run")}
+    hashes = {address: name for address, name in commits.items() if name} | input_hashes(recipe, listed, hub=True)
     return {".".join(map(str, address)): sha256 for address, sha256 in hashes.items()}
 
 # %% ../../nbs/runs/05_identity.ipynb #eb6238bc

@@ -325,7 +325,7 @@ def launch(function: Callable[..., Any], *args, processes: int = 1, run_dir: str
     Raises:
         LaunchError: a rank failed; it names the rank, and shows its error.
         Stopped: a signal came.
-        ValueError: a setting that cannot be.
+        ValueError: an invalid setting.
     """
     forget_stale_ranks()
     run_dir = Path(run_dir).expanduser()

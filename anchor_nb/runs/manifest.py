@@ -10,7 +10,7 @@ import json, os, shlex, signal, traceback
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from .identity import engine_of, inputs_beside, inputs_of, recipe_sha256, settings_of
+from .identity import engine_of, inputs_beside, inputs_of, recipe_sha256, same_content, settings_of
 from .ledger import read_json, write_json
 from .provenance import code_version, gpu_names, library_versions, machine, peak_gpu_memory, peak_memory
 from ..core.settings import default
@@ -67,9 +67,10 @@ def differences(manifest: dict, recipe, data: dict) -> list: # sentences, empty 
     if data:
         differing = [f"{path} has changed since" for path in sorted({**old, **new}) if old.get(path) != new.get(path)]
     before = manifest.get("inputs", {})
-    inputs = {".".join(map(str, at)): path for at, (_, path) in inputs_of(recipe).items()}
-    return differing + [f"the content of {name} {inputs[name]} has changed since"
-                    for name, sha256 in inputs_beside(recipe, data).items() if sha256 != before.get(name)]
+    inputs = {".".join(map(str, at)): read for at, read in inputs_of(recipe).items()} # name -> (kind, path)
+    return differing + [f"the content of {name} {inputs[name][1]} has changed since"
+                    for name, content in inputs_beside(recipe, data).items()
+                    if not same_content(*inputs[name], content, before.get(name))]
 
 # %% ../../nbs/runs/06_manifest.ipynb #683db1ed
 def read_manifest(out: Path, # a run folder
@@ -117,6 +118,11 @@ def record_failures(out: Path, stage: str):
 LEFTOVERS = ("metrics.jsonl", "model", "snapshots", "checkpoint-*") # what only a run writes
 
 # %% ../../nbs/runs/06_manifest.ipynb #b57c8e06
+def is_complete(out: Path, manifest: dict) -> bool:
+    "Whether a run came to its end; training whose model is gone is to be repeated."
+    trains = manifest["stage"] in ("stage1", "stage2")
+    return manifest["status"] == "complete" and (not trains or (Path(out)/"model").is_dir())
+
 def is_untrained(out: Path, manifest: dict) -> bool:
     "Whether a training run failed before its first step, so that it may start over with other settings."
     left = any(any(Path(out).glob(pattern)) for pattern in LEFTOVERS)
@@ -144,7 +150,7 @@ def start_run(out: Path,          # the run folder
     if differing:
         raise ValueError(f"{out} holds another run: {'; '.join(differing)}. Give another out, or delete that folder to "
                          "start over")
-    if manifest["status"] == "complete": return "done"
+    if is_complete(out, manifest): return "done"
     manifest["starts"].append(now())
     write_json(out/"run.json", manifest | dict(status="running"))
     return "resume"

@@ -1,4 +1,6 @@
 "Filtering by margin: what is kept, and whose scores decide."
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,20 @@ def test_scores_are_those_of_single_texts(tmp_path):
     for each in list(parsed(str(tmp_path/"out/pairs/toy.jsonl")))[::7]:
         scores = embedder.encode_document(each["positives"] + each["negatives"]) @ embedder.encode_query(each["query"])
         np.testing.assert_allclose(each["positive_scores"] + each["negative_scores"], scores, atol=1e-5)
+
+
+def test_documents_are_scored_with_the_instruction_of_training(tmp_path):
+    "A row may have one or not, of the same texts."
+    data, embedder = tmp_path/"a.jsonl", AnchorEmbedder.from_pretrained("tiny", max_length=64)
+    data.write_text("".join(json.dumps(dict(query=["Find", "a cat"], pos=[form("cats sleep")], neg=[form("dogs bark")]))
+                            + "\n" for form in (lambda text: ["Keep", text], lambda text: text)))
+    for instructions in ("paper", "none"):
+        filter_pairs(str(data), str(tmp_path/instructions), model="tiny", max_length=64, instructions=instructions)
+        for each in parsed(str(tmp_path/instructions/"pairs/a.jsonl")):
+            asked, keep = [each[name]*(instructions != "none") for name in ("instruction", "document_instruction")]
+            texts = each["positives"] + each["negatives"]
+            np.testing.assert_allclose(each["positive_scores"] + each["negative_scores"],
+                                       embedder.encode(texts, keep) @ embedder.encode(each["query"], asked), atol=1e-5)
 
 
 @pytest.fixture(scope="module")

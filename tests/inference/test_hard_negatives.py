@@ -200,17 +200,17 @@ def test_rows_of_two_instructions_keep_their_order(tmp_path, monkeypatch):
         eye = np.eye(6, dtype=np.float32)
         place = lambda text: int(text.split()[-1])
         vector = lambda n, asks: 0.5*eye[n] + eye[(n + 1) % 6] if asks else eye[n]
-        vectors = [vector(place(text), instruction or "query" in text) for text in lines]
+        vectors = [vector(place(text), "query" in text) for text in lines]
         return [(lines[k:k + 2], np.stack(vectors[k:k + 2])) for k in range(0, len(lines), 2)]
     monkeypatch.setattr(mining, "vectors_of", vectors_of)
-    data = write(tmp_path/"t.jsonl", *[dict(query=["odd" if n % 2 else "even", f"query {n}"], pos=[f"document {n}"],
-                                            neg=[]) for n in range(6)])
+    data = write(tmp_path/"t.jsonl", *[dict(query=["odd" if n % 2 else "even", f"query {n}"],
+                                            pos=[["keep", f"document {n}"]], neg=[]) for n in range(6)])
     mine(rules(data=data, model="tiny", out=str(tmp_path/"out"), negatives=1, percentage=0))
     rows = list(parsed(str(tmp_path/"out/pairs/t.jsonl")))
     assert [(each["query"], each["negatives"]) for each in rows] == [(f"query {n}", [f"document {(n + 1) % 6}"])
                                                                      for n in range(6)]
     assert [each["instruction"] for each in rows] == ["even", "odd"]*3
-    assert sorted(seen) == [("t-documents.jsonl", "", 6), ("t-queries-0.jsonl", "even", 3),
+    assert sorted(seen) == [("t-documents.jsonl", "keep", 6), ("t-queries-0.jsonl", "even", 3),
                             ("t-queries-1.jsonl", "odd", 3)]
 
 

@@ -35,6 +35,7 @@ def server(monkeypatch):
             if "cut" in text and not again: self.send_header("Content-Length", "999")
             self.end_headers()
             content = None if "silent" in text else f"Who lives in house number {number}?"
+            if "parts" in text: content = [dict(type="text", text=content)]
             self.wfile.write(json.dumps(None if "nothing" in text else
                                         dict(choices=[dict(message=dict(content=content))])).encode())
 
@@ -58,7 +59,7 @@ def test_answers_are_kept_where_a_few_texts_get_none(server, kind, tries):
     address, keys = server
     texts = [f"House number {n} is {kind if n % 3 == 1 else 'plain'}." for n in range(12)]
     with pytest.warns(UserWarning, match="gave no answer to 4 of 12 texts"): found = ask(texts, address)
-    assert found == ["" if n % 3 == 1 else f"Who lives in house number {n}?" for n in range(12)]
+    assert found == [None if n % 3 == 1 else f"Who lives in house number {n}?" for n in range(12)]
     assert len(keys) == 8 + 4*tries
 
 
@@ -80,10 +81,38 @@ def test_the_server_says_how_long_to_wait():
     assert [questions.pause(error, 5) for error in errors] == [5, 5, 40, 5, 5]
 
 
-@pytest.mark.parametrize("kind, said", [("secret", "401"), ("nothing", "NoneType")])
+@pytest.mark.parametrize("kind, said", [("secret", "401.*Who lives in house number 0"), ("nothing", "NoneType"),
+                                        ("parts", "content is a list")])
 def test_a_server_that_gives_no_answer_is_named_with_the_fix(server, kind, said):
     with pytest.raises(ValueError, match=rf"no answer .*{said}.*OPENAI_API_KEY"):
         ask([f"House number {n} is {kind}." for n in range(20)], server[0])
+    assert len(server[1]) == 1
+
+
+def test_a_repeat_asks_only_for_what_is_missing(server, tmp_path):
+    address, keys = server
+    kept, texts = tmp_path/"answers.jsonl", [f"House number {n} is {'plain' if n < 8 else 'gone'}." for n in range(20)]
+    with pytest.raises(ValueError, match="no answer"): ask(texts, address, kept)
+    kept.write_text(kept.read_text()[:-5]) # of a process that was killed
+    keys.clear()
+    texts = [text.replace("gone", "silent") if number < 15 else text for number, text in enumerate(texts)]
+    with pytest.warns(UserWarning, match="gave no answer to 5 of 20 texts"): found = ask(texts, address, kept)
+    assert [*map(bool, found)] == [True]*8 + [False]*12 and found[8:] == [""]*7 + [None]*5
+    assert len(keys) == 1 + 7 + 5*3, "one that was cut, those that were lost, and the others three times"
+    keys.clear()
+    with pytest.warns(UserWarning): assert ask(texts, address, kept) == found
+    assert len(keys) == 5*3
+    assert len(ask(texts[:8], f"{address}#other", kept)) == 8 and len(keys) == 5*3 + 8, "of another model"
+
+
+def test_the_key_goes_nowhere_where_others_read_along(server, monkeypatch):
+    allowed = ["https://api.openai.com/v1", "http://localhost:8000/v1", "http://127.0.0.1/v1", "http://[::1]:80/v1"]
+    refused = ["http://api.openai.com/v1", "http://10.0.0.7:8000/v1", "http://localhost.evil.org/v1", "http:///v1"]
+    assert [*map(questions.may_have_key, allowed + refused)] == [True]*4 + [False]*4
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    monkeypatch.setattr(questions, "may_have_key", lambda address: False)
+    ask(["House number 1 is plain."], server[0])
+    assert server[1] == [None]
 
 
 def test_links_that_are_no_address_are_left_out():

@@ -1,6 +1,7 @@
 """The embedder as users of sentence-transformers call it, and search on top: any text, no faiss, a full disk."""
 import inspect
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -151,7 +152,7 @@ def test_what_is_plainly_meant_is_taken(embedder):
     (lambda e: e.encode(np.array(5)), "texts is int; give a string"), (lambda e: search([[1.0, np.nan]], [[1.0, 0.0]]),
                                                                        "query 0 of queries has a number that is not "
                                                                        "finite"),
-    (lambda e: search([[1.0, 0.0]], [[1.0, np.nan]]), "the corpus has a vector that is not finite"),
+    (lambda e: search([[1.0, 0.0]], [[1.0, np.nan]]), "vector 0 of the corpus has a number that is not finite"),
     (lambda e: search([[1.0]], [[1.0]], k="2"), "k='2' is str; give a whole number"),
     (lambda e: search(None, [[1.0]]), "queries cannot be read as vectors"),
     (lambda e: search([[1.0]], [[1.0], [1.0, 2.0]]), "corpus cannot be read as vectors .* of one length"),
@@ -341,6 +342,59 @@ def test_an_index_appears_as_a_whole_or_stays_what_it_was(embedder, tmp_path, mo
                                                                         for path in tmp_path.iterdir()] == ["index"]
 
 
+def test_an_index_names_the_document_whose_vector_is_not_finite(embedder):
+    vectors = np.ones((5, 64), np.float32)
+    vectors[3, 7] = np.nan
+    with pytest.raises(ValueError, match=f"vector of document '3', {TEXTS[3]!r}, has a number that is not finite"):
+        Index(embedder, TEXTS, vectors)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_encoded(embedder, corpus, tmp_path, monkeypatch):
+    kept = tmp_path/"kept"
+    monkeypatch.setattr(type(embedder), "encode_document", lambda *_, **__: pytest.fail("it was encoded"))
+    for module, name, answer, message in ((os.path, "ismount", True, "is a mount point"),
+                                          (os, "access", False, "kept")):
+        kept.mkdir(exist_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda path, *_: answer == (str(path) == str(kept)))
+            with pytest.raises((ValueError, PermissionError), match=message): open_index(embedder, corpus, str(kept))
+    (tmp_path/"file").touch()
+    with pytest.raises(OSError, match="file"): open_index(embedder, corpus, str(tmp_path/"file"/"kept"))
+
+
+def test_an_index_that_a_killed_process_had_moved_aside_is_used_again(embedder, corpus, tmp_path):
+    open_index(embedder, corpus, str(tmp_path/"kept"))
+    left = tmp_path/".kept-abcdefgh"
+    left.mkdir()
+    (left/".lock").touch()
+    (tmp_path/"kept").rename(left/"old")
+    assert searching.check_keep(tmp_path/"kept") and searching.is_index(tmp_path/"kept") and not left.exists()
+
+
+def test_an_index_that_another_process_replaces_meanwhile_is_read_again(embedder, tmp_path, monkeypatch):
+    Index(embedder, ["old"]).save(tmp_path/"index")
+    damage, times = searching.damage, []
+    def replaced_meanwhile(folder):
+        times.append(1)
+        if len(times) == 1: Index(embedder, ["new"]).save(folder)
+        return "changed"*(len(times) == 1) or damage(folder)
+    monkeypatch.setattr(searching, "damage", replaced_meanwhile)
+    assert Index.load(embedder, tmp_path/"index").texts == ["new"] and len(times) == 2
+
+
+def test_what_does_not_change_a_model_does_not_change_its_identity(tmp_path):
+    from anchor_nb.inference.corpus_encoding import loaded as identity_of
+    AnchorEmbedder.from_pretrained("tiny").save_pretrained(tmp_path/"model")
+    loaded = AnchorEmbedder.from_pretrained(str(tmp_path/"model"))
+    before, weights = identity_of(loaded), tmp_path/"model/model.safetensors"
+    (tmp_path/"model/.DS_Store").write_text("x")
+    weights.chmod(0o600)
+    os.link(weights, tmp_path/"linked") # both change the time of change alone
+    assert identity_of(loaded) == before
+    os.utime(weights)
+    assert identity_of(loaded) != before
+
+
 def test_a_home_folder_is_not_a_folder_called_tilde(embedder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path/"home"))
@@ -421,3 +475,9 @@ def test_a_copy_on_a_device_keeps_budget_and_origin(embedder):
         77, 77, few.read_from, few.sources)
     whole = AnchorEmbedder.from_pretrained("tiny", precision="int8")
     with pytest.raises(ValueError, match="int8 runs on a CPU"): whole.to("meta")
+
+
+def test_saved_weights_are_as_readable_as_the_other_files(embedder, tmp_path):
+    embedder.save_pretrained(tmp_path/"saved")
+    modes = {(tmp_path/"saved"/name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1, [oct(mode) for mode in modes]

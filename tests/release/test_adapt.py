@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from anchor_nb.cli.main import app
 from anchor_nb.core.recipe import Adapt
 from anchor_nb.data.documents import Passage, passages_of, read_documents
-from anchor_nb.data.retrieval_sets import read_retrieval
+from anchor_nb.data.retrieval_sets import Retrieval, read_retrieval
 from anchor_nb.data.rows import load_pairs
 from anchor_nb.data.writers import write_pairs
 from anchor_nb.evaluation.encoders import Candidate
@@ -118,13 +118,31 @@ def test_only_the_steps_behind_a_change_are_made_again(tmp_path, quick):
     assert adapt(recipe(tmp_path, epochs=1))["fresh"] == ["test"] # a damaged step is made again
 
 
+def test_a_model_is_set_aside_only_once_the_new_one_is_whole(tmp_path, quick, monkeypatch):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    card = Path(adapt(recipe(tmp_path))["model"], "README.md").read_text()
+    quick[1]["tuned"] = 0.9
+    def full(*_, **__):
+        raise OSError("no space left")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr("anchor_nb.release.adapt.shutil.copytree", full)
+        adapt(recipe(tmp_path, epochs=2))
+    assert (tmp_path/"out/model/README.md").read_text() == card and not (tmp_path/"out/model.before-1").exists()
+    adapt(recipe(tmp_path, epochs=2))
+    assert (tmp_path/"out/model.before-1/README.md").read_text() == card
+    assert "minilm tuned beats" in (tmp_path/"out/model/README.md").read_text()
+
+
 def test_a_model_that_is_not_better_is_not_delivered_and_the_command_says_so(tmp_path, quick, monkeypatch):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
     assert adapt(recipe(tmp_path))["model"]
+    beside = {name: (tmp_path/"out"/name).read_text() for name in ("verdict.html", "adapt.json", "passages.jsonl")}
     quick[1]["tuned"] = 0.2
     found = adapt(recipe(tmp_path, epochs=2))
     assert found["model"] == ""
     assert not (tmp_path/"out/model").exists() and (tmp_path/"out/model.before-1/README.md").is_file(), "set aside"
+    for name, text in beside.items():
+        assert (tmp_path/"out"/name.replace(".", ".before-1.")).read_text() == text, "of the model set aside"
     assert found["verdict"]["sentence"].startswith("Not")
     from anchor_nb.cli import training
     monkeypatch.setattr(training, "run_stage", lambda *_, **__: None)
@@ -231,6 +249,18 @@ def test_what_is_delivered_is_the_surer_gain(monkeypatch):
     monkeypatch.setattr(module, "score_systems", lambda dev, systems, known: sheet)
     facts = dict(base="minilm", library="sentence-transformers", model="")
     assert module.choose_step(dict(sure=facts, wild=facts), None, {})["chosen"] == "sure"
+
+
+def test_the_interval_of_a_score_is_over_documents_as_that_of_a_difference_is(monkeypatch):
+    queries, documents = {f"q{n}": f"what is {n}" for n in range(40)}, {f"q{n}": f"d{n % 4}" for n in range(40)}
+    systems = {name: dict(values={query: float(document in good) for query, document in documents.items()}, ranking={},
+                          score=0.5, low=0.4, high=0.6) for name, good in dict(bm25=(), tuned=("d0", "d1")).items()}
+    monkeypatch.setattr(module, "score_systems", lambda *_, **__: systems)
+    monkeypatch.setattr(module, "systems_of", lambda candidates: systems)
+    test = Retrieval("village", "", {"d": "a text"}, queries, {query: {"d": 1} for query in queries})
+    judged = module.judge_step(dict(tuned={}), test, "tuned", {}, {}, documents)
+    assert (judged["systems"]["tuned"]["low"], judged["systems"]["tuned"]["high"]) == (0.0, 1.0)
+    assert (judged["verdict"]["low"], judged["verdict"]["high"]) == (0.0, 100.0)
 
 
 def made_village(sentences):
@@ -570,3 +600,28 @@ def test_too_few_queries_are_refused_before_any_is_written(monkeypatch):
     monkeypatch.setattr(module, "ask", lambda *_: pytest.fail("a model was asked"))
     passages = [Passage(f"d{n}", "", "", f"House {n} " + "of the village "*5) for n in range(12)]
     refused(lambda: module.made_pairs(Adapt(documents="x"), passages, []), "too small to tell anything")
+
+
+def test_texts_to_which_a_server_gave_no_answer_are_asked_again(tmp_path, quick, monkeypatch):
+    "And what follows is made again where that changes the pairs."
+    village(tmp_path/"docs")
+    passages = [Passage(f"d{n}", "", "", f"{n} " + "word "*20) for n in range(160)]
+    monkeypatch.setattr(module, "ask", lambda texts, *_: [f"What is {text}?" if n > 2 else None
+                                                          for n, text in enumerate(texts)])
+    monkeypatch.setattr(module, "found_again", lambda asked, *_, **__: asked)
+    monkeypatch.setattr(module, "encoder_of", lambda model: None)
+    kept, counts = module.made_pairs(Adapt(documents="x", questions=160), passages, [])
+    assert (len(kept), counts["questions"], counts["unanswered"]) == (157, 157, 3)
+    lacking = [2, 2, 0]
+    def pairs_step(recipe, part, *_):
+        gone = lacking.pop(0)
+        for name in ("pairs", "sentences"):
+            module.write_lines(part/f"{name}.jsonl", (dict(query=f"q{n}", passage=n) for n in range(160 - gone)))
+        return dict(unanswered=gone) if gone else {}
+    monkeypatch.setattr(module, "pairs_step", pairs_step)
+    monkeypatch.setattr(module, "split_step", lambda recipe, part, *_: (part/"pairs").mkdir() or {})
+    fresh = []
+    for _ in range(4):
+        module.prepared(recipe(tmp_path, pairs=""), steps := module.Steps(tmp_path/"out"))
+        fresh.append(steps.fresh)
+    assert fresh == [["read", "pairs", "split", "mine"], ["pairs"], ["pairs", "split", "mine"], []]

@@ -13,6 +13,7 @@ from anchor_nb.models import embedder
 from anchor_nb.models.backbone import compile_layers
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.engines import ENGINE_FILES
+from anchor_nb.release import formats
 from anchor_nb.release.certificate import as_table, by_program, certify, export_everywhere, python_of, with_table
 from anchor_nb.release.export import LONG, SHORT, export
 from anchor_nb.release.formats import add_formats
@@ -106,9 +107,44 @@ def test_what_a_file_cannot_do_is_said_before_anything_is_loaded(exported, tmp_p
     assert files_of(exported)[1] == []
 
 
+def test_a_format_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    broken = [True, False]
+    def write(folder, file, precision):
+        file.write_text(precision)
+        if precision == "int8" and broken.pop(0):
+            raise ValueError("the disk is full")
+    monkeypatch.setattr(formats, "check_formats", lambda names: None)
+    monkeypatch.setattr(formats, "write_gguf", write)
+    with pytest.raises(ValueError, match="the disk is full"): add_formats(tmp_path, ["gguf"])
+    assert not [*tmp_path.iterdir()]
+    assert add_formats(tmp_path, ["gguf"]) == {ENGINE_FILES["gguf", name]: 4 for name in ("fp16", "int8", "int4")}
+    assert [path.name for path in tmp_path.iterdir()] == ["gguf"]
+
+
 def test_int8_in_torch_stays_close():
     ours, int8 = (AnchorEmbedder.from_pretrained("tiny", precision=name, device="cpu") for name in ("fp32", "int8"))
     assert 0.99 < (ours.encode(TEXTS)*int8.encode(TEXTS)).sum(1).min() < 1 - 1e-7
+
+
+def test_encoders_keep_the_values_of_attention_too():
+    from torch import nn
+    from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel
+    from anchor_nb.models.engines import Int8Linear, int8_linears
+    sizes = dict(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    small = dict(vocab_size=9, dim=16, n_layers=1, n_heads=2, hidden_dim=32)
+    for lm, kept in ((BertModel(BertConfig(**sizes)), "value"), (DistilBertModel(DistilBertConfig(**small)), "v_lin")):
+        layers = dict(int8_linears(lm).named_modules())
+        plain = [name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, nn.Linear)]
+        assert plain == [kept] and sum(isinstance(layer, Int8Linear) for layer in layers.values()) >= 5
+
+
+def test_parts_of_a_state_in_a_graph_do_not_take_the_name_of_another():
+    "Layers of one kind are numbered, such as gelu and gelu_1."
+    onnx = pytest.importorskip("onnx")
+    product = lambda states, out: formats.int8_product(onnx.helper.make_node("MatMul", [states, "w"], [out]), 2, set())
+    made = [name for states, out in (("gelu", "linear"), ("gelu_1", "linear_1")) for node in product(states, out)
+            for name in node.output]
+    assert len({*made, "gelu", "gelu_1"}) == len(made) + 2
 
 
 def test_a_compiled_model_gives_the_same_vectors(monkeypatch):

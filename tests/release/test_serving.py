@@ -1,7 +1,9 @@
 """The search page: what the server answers to odd and hostile requests, and the page in a real browser."""
 import asyncio
+import contextlib
 import json
 import re
+import socket
 import sys
 import threading
 from dataclasses import replace
@@ -197,6 +199,35 @@ def test_faults_are_told_before_a_model_is_loaded(monkeypatch, tmp_path, capsys)
     with pytest.raises(ValueError, match="3 models"): serve(["tiny"]*3, "toy", port=0)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(RuntimeError, match=r'pip install "anchor_nb\[serve\]"'): serve(["tiny"], "toy", port=0)
+
+
+def test_the_page_cannot_be_reached_before_it_is_ready(monkeypatch):
+    "A probe of readiness would take a server that only listens for one that answers."
+    class Loaded(Exception): pass
+    with listen(port=0) as taken: port = taken.getsockname()[1]
+    def probe(*_, **__):
+        with pytest.raises(ConnectionRefusedError): socket.create_connection(("127.0.0.1", port), 1)
+        raise Loaded
+    monkeypatch.setattr(serving, "open_rankers", probe)
+    with pytest.raises(Loaded): serve(["tiny"], "toy", port=port)
+
+
+def test_silent_connections_do_not_close_the_page(url):
+    with contextlib.ExitStack() as stack:
+        place = httpx.URL(url).host, httpx.URL(url).port
+        for _ in range(120): stack.enter_context(socket.create_connection(place, 5))
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_two_models_search_the_same_texts(corpus, monkeypatch):
+    "And BM25 is ready before the first question."
+    first, second = serving.open_rankers(["tiny", "tiny"], corpus, bm25=0.3)
+    assert first.index.words is second.index.words is not None
+    assert serving.open_rankers(["tiny"], corpus)[0].index.words is None
+    rows = [{"a": "one text"}, {"a": "another text"}]
+    from anchor_nb.inference import search as searching
+    monkeypatch.setattr(searching, "read_corpus", lambda *_, **__: (rows.pop(0), None))
+    with pytest.raises(ValueError, match="has changed while it was read"): serving.open_rankers(["tiny"]*2, corpus)
 
 
 def test_what_was_encoded_is_kept(corpus, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import shutil
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -101,6 +102,68 @@ def test_a_run_is_known_by_its_model_and_not_by_what_lies_beside_it(tmp_path):
     runs.start_run(made.out, made)
     for name in ("stage1.ipynb", "metrics.jsonl", ".stage1.lock", "model/.lock"): (path/name).write_text("new")
     assert runs.start_run(made.out, made) == "resume"
+
+
+def test_a_card_beside_the_weights_makes_no_other_model(tmp_path):
+    "And a manifest of a version that counted it is still understood."
+    path, _ = behind("model", tmp_path/"stage1")
+    made = Stage2(model=str(path), out=str(tmp_path/"stage2"))
+    runs.start_run(made.out, made)
+    (path/"model"/"onnx").mkdir()
+    for name in ("README.md", "search.json", "onnx/model.onnx"): (path/"model"/name).write_text("new")
+    assert runs.start_run(made.out, made) == "resume"
+    manifest = runs.read_manifest(made.out)
+    old = dict(model=content_hash(str(path/"model")))
+    assert old != manifest["inputs"]
+    ledger.write_json(tmp_path/"stage2/run.json", manifest | dict(inputs=old))
+    assert runs.start_run(made.out, made) == "resume"
+
+
+def test_what_a_model_records_of_its_base_does_not_count_cards_either(tmp_path, monkeypatch, recwarn):
+    from anchor_nb.models import embedder
+    from anchor_nb.release.lineage import Run, is_still
+    from anchor_nb.training.inputs import changes_of
+    (base := tmp_path/"base").mkdir()
+    for name in ("config.json", "README.md"): (base/name).write_text("{}")
+    made, old = Stage2(model=str(base)), content_hash(str(base))
+    facts = dict(stage="stage2", data={}, engine=engine_of("stage2"), recipe=settings_of(made))
+    here = SimpleNamespace(**facts, inputs=identities.inputs_beside(made, {}))
+    new = here.inputs["model"]
+    (base/"README.md").unlink()
+    assert new == content_hash(str(base)) != old
+    for beside, known in (("", new), ("{}", old), ("{ }", new)):
+        (base/"README.md").write_text(beside)
+        assert not changes_of(facts | dict(inputs=dict(model=known)), here)
+        assert is_still(base, Run(tmp_path, dict(inputs=dict(model=known))))
+        monkeypatch.setattr(embedder, "stored_facts", lambda folder, known=known: dict(inputs=dict(model=known)))
+        embedder.check_base("adapter", str(base))
+    assert not recwarn.list
+    (base/"config.json").write_text("{ }")
+    assert not is_still(base, Run(tmp_path, dict(inputs=dict(model=new))))
+    assert changes_of(facts | dict(inputs=dict(model="ab")), here)
+    with pytest.warns(UserWarning, match="has changed since"): embedder.check_base("adapter", str(base))
+
+
+def cached(hub, name, commit):
+    "As the hub's client keeps the newest state of a model that it has read."
+    folder = hub/f"models--{name.replace('/', '--')}"
+    for path, text in ((folder/"refs"/"main", commit), (folder/"snapshots"/commit/"config.json", "{}")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_another_commit_of_a_model_on_the_hub_is_another_run(tmp_path, monkeypatch):
+    "Manifests without a commit resume, and folders of sweeps keep their names."
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path/"hub"))
+    made = Stage2(model="org/base", out=str(tmp_path/"run"))
+    runs.start_run(made.out, made)
+    cached(tmp_path/"hub", "org/base", "a1")
+    assert runs.start_run(made.out, made) == "resume" and input_hashes(made) == {}
+    again = Stage2(model="org/base", out=str(tmp_path/"again"))
+    runs.start_run(again.out, again)
+    assert runs.read_manifest(again.out)["inputs"] == dict(model="org/base@a1")
+    cached(tmp_path/"hub", "org/base", "b2")
+    with pytest.raises(ValueError, match="the content of model org/base has changed"): runs.start_run(again.out, again)
 
 
 def test_a_run_of_code_that_gives_other_results_is_not_taken_for_this_one(tmp_path, monkeypatch):
@@ -279,7 +342,6 @@ def test_tables_show_the_model_that_a_label_stands_for_now(tmp_path):
 
 
 def test_an_index_of_a_model_that_was_replaced_meanwhile_is_not_that_of_the_new_one(tmp_path):
-    import shutil
     from anchor_nb.models.resolve import resolve_model
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.inference.corpus_encoding import loaded
@@ -297,3 +359,16 @@ def test_an_instruction_may_be_longer_than_a_path(tmp_path):
     train(Stage2(model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), instructions=long, steps=1, global_batch=4,
                  max_length=256, warmup_steps=0))
     assert read_json(tmp_path/"run/model/anchor_nb.json")["recipe"]["instructions"] == long
+
+
+def test_a_finished_training_whose_model_is_gone_is_repeated(tmp_path):
+    made = Stage2(model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), steps=1, global_batch=4, warmup_steps=0)
+    runs.start_run(made.out, made)
+    runs.finish_run(made.out, **train(made))
+    assert runs.start_run(made.out, made) == "done"
+    weights = tmp_path/"run/model/model.safetensors"
+    first = weights.read_bytes()
+    shutil.rmtree(weights.parent)
+    assert runs.start_run(made.out, made) == "resume"
+    train(made)
+    assert weights.read_bytes() == first

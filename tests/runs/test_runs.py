@@ -123,6 +123,7 @@ def test_a_failing_run_stays_running_and_resumes(tmp_path):
     assert runs.start_run(tmp_path/"r", stage("stage1")) == "new"
     assert runs.read_manifest(tmp_path/"r")["status"] == "running"
     assert runs.start_run(tmp_path/"r", stage("stage1")) == "resume"
+    (tmp_path/"r/model").mkdir()
     runs.finish_run(tmp_path/"r", loss=1.0)
     assert runs.start_run(tmp_path/"r", stage("stage1")) == "done"
     assert runs.read_manifest(tmp_path/"r")["loss"] == 1.0
@@ -203,7 +204,7 @@ def test_a_token_in_parameters_does_not_reach_the_manifest(tmp_path, monkeypatch
     runs.finish_run(tmp_path/"r", note=f"asked with {TOKEN}")
     ledgers.append_rows(tmp_path/"ledger.jsonl", [dict(label="x", model=TOKEN)])
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN in path.read_text()]
-    assert runs.start_run(tmp_path/"r", made) == "done"
+    assert runs.start_run(tmp_path/"r", made) == "resume", "its model is gone"
 
 
 def test_a_token_reaches_the_kernel_but_not_the_notebook_the_log_or_the_error(tmp_path, monkeypatch, capfd):
