@@ -187,8 +187,8 @@ class Shell(typer.Typer):
 # %% ../../nbs/cli/00_app.ipynb #95b3e973
 START, DATA, TRAIN = "Start here", "Texts and pairs", "Train"
 SCORE, USE, SCALE = "Score and look inside", "Use a model", "Plan, measure, scale"
-EXIT_CODES = ("Exit codes: 0 done; 1 the message says what to mend, or what was checked does not hold; 2 the command "
-              "is mistyped; 130 stopped with Ctrl-C and 143 told to stop: the same command resumes.")
+EXIT_CODES = ("Exit codes: 0 done; 1 an error, with its fix in the message, or a failed check; 2 the command "
+              "is mistyped; 130 stopped by Ctrl-C, 143 by SIGTERM: the same command resumes.")
 
 def first_sentence(text: str) -> str:
     "A text up to its first full stop or blank line, in one line."
@@ -208,7 +208,7 @@ class ByTask(TyperGroup):
                 with formatter.section(panel): formatter.write_dl(rows, col_max=14)
 
 app = Shell(cls=ByTask, help="Text embedders from language models: reconstruction first, contrast second. Each stage "
-                             "is a notebook; this runs it.", epilog=EXIT_CODES, rich_markup_mode=None,
+                             "is a notebook; these commands run it.", epilog=EXIT_CODES, rich_markup_mode=None,
             pretty_exceptions_enable=False, no_args_is_help=True)
 
 # %% ../../nbs/cli/00_app.ipynb #64ee0c30
@@ -288,7 +288,7 @@ def write_basics(stage: str, names: set, formatter): # names: of the settings th
     with formatter.section(GROUPS["first"]): formatter.write_dl(rows)
     hidden = len(fields(RECIPES[stage])) - len(rows)
     shows = f"shows the other {hidden}" if hidden else "shows them by group"
-    formatter.write_text(f"`anchor-nb {stage} --help-all` {shows}; each is also -p name=value.")
+    formatter.write_text(f"`anchor-nb {stage} --help-all` {shows}; -p name=value sets any of them.")
 
 def show_all(ctx: typer.Context, wanted: bool):
     "Print every setting of a stage and end."

@@ -28,7 +28,7 @@ def read_columns(text: str) -> dict: # our field -> the data's
 # %% ../../nbs/cli/04_data.ipynb #e81b02aa
 @app.command("check", rich_help_panel=DATA)
 def check(data: Pairs, columns: Columns = "",
-          model: option(str, "whose tokens are counted, if it is on this machine; else words are") = "smollm2-135m",
+          model: option(str, "model whose tokens to count, if it is here; otherwise words") = "smollm2-135m",
           max_length: option(int, "tokens of a text in training; what is longer is cut", min=1) = 512,
           as_json: AsJson = False):
     "What is in a table of pairs: rows, fields, lengths, duplicates, faults, examples. Exit code 1 if rows are faulty."
@@ -53,11 +53,11 @@ def left_out(data: str, columns: dict) -> list: # of lines
 
 @app.command("split", rich_help_panel=DATA)
 def split(data: Pairs, out: option(str, "a new folder, for the pairs and the test set", "--out", "-o"),
-          share: option(float, "of the queries that go into the test set") = 0.1,
-          queries: option(int, "how many go into the test set, instead of a share") = 0,
+          share: option(float, "share of the queries for the test set") = 0.1,
+          queries: option(int, "number of queries for the test set, instead of a share") = 0,
           by: option(str, "column whose rows stay together, such as a document's id") = "",
           seed: option(int, "another seed, another test set") = 0, columns: Columns = "", as_json: AsJson = False):
-    "Pairs to train on, and a test set with other documents; near-duplicates stay on one side."
+    "Split pairs into training pairs and a test set on other documents; near-duplicates stay on one side."
     from anchor_nb.data.splitting import split_lines, split_pairs
     with answering(as_json) as answer:
         facts = split_pairs(data, out, share, queries, by, seed, read_columns(columns))
@@ -71,7 +71,7 @@ def testset(documents: argument(str, "a folder of texts, a table, or hf:org/name
             pairs: option(str, "a table of questions and what answers them: a text, part of one, or a document's name",
                                "--pairs"),
             out: option(str, "a new folder", "--out", "-o"),
-            like: option(str, "a model that adapt has delivered, whose documents were cut in its own way") = "",
+            like: option(str, "a model from adapt, to cut the documents as it did") = "",
             columns: Columns = "",
             document_columns: option(str, "columns of documents in a table, such as '{text: inhalt, id: nr}'") = "",
             as_json: AsJson = False):
@@ -94,7 +94,7 @@ def filter_pairs(data: Pairs, out: NewPairs,
                  maximum: option(float, "largest margin that is kept", "--max-margin") = math.inf,
                  model: option(str, "run folder, model folder, hub id or short name, of an embedder or a "
                                     "cross-encoder; none: the scores that mined rows carry") = "",
-                 each: option(str, "what is kept or not: row, or negative, each by its own margin") = "row",
+                 each: option(str, "what to keep or drop: row, or negative (by its own margin)") = "row",
                  instructions: option(str, "paper, corpora, none, or a YAML file") = "paper",
                  max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
                  format: Format = "anchor_nb", columns: Columns = "",

@@ -20,7 +20,7 @@ Model = argument(str, MODEL_HELP)
 
 # %% ../../nbs/cli/05_models.ipynb #3d5db0e9
 @app.command("doctor", rich_help_panel=START)
-def doctor(online: option(bool, "ask the model hub whether it is there; else nothing touches the network",
+def doctor(online: option(bool, "check that the model hub answers; without it, nothing uses the network",
                                 "--online") = False,
            quick: option(bool, "do not train and encode with the tiny model", "--quick") = False,
            gpu: option(bool, "also compare loss and gradient of both stages with the naive form, for every attention "
@@ -51,7 +51,7 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
         answer(dict(picture=out, passages=len(look["passages"]), models=list(look["cosines"]), **took),
                f"{len(look['passages'])} passages of the documentation of anchor_nb", "", *answers(look), "",
                f"the picture: {out}; {took['seconds']:.0f} s ({took['cpu_seconds']:.0f} s of processor time)",
-               "all-MiniLM-L6-v2 was trained to tell texts apart; to train another model for it: anchor-nb stage2")
+               "all-MiniLM-L6-v2 was trained for this; to train a model yourself: anchor-nb stage2 --data PAIRS")
 
 # %% ../../nbs/cli/05_models.ipynb #df656516
 Bm25 = option(float | None, "weight of BM25 beside the vectors, from 0 to 1; default: as `adapt` chose for the model, "
@@ -62,17 +62,17 @@ Columns = option(str, "columns that hold our fields, such as '{text: inhalt, id:
 def search(model: Model,
            corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of files of text, a BEIR folder, shards "
                                  "of `anchor-nb encode`, or a kept index"),
-           queries: argument(list[str], "one or more"), k: option(int, "texts for each query", "--k", "-k") = 10,
-           instruction: option(str, "of the task, for queries; default: that of the model's training, if it had one; "
+           queries: argument(list[str], "one or more"), k: option(int, "results per query", "--k", "-k") = 10,
+           instruction: option(str, "instruction put before queries; default: the one used in training, if any; "
                                     "none: none") = "",
            index: option(str, "keep the index in this folder; the next time only new texts are encoded") = "",
            texts: option(str, "of shards: the corpus they were made from") = "",
-           field: option(str, "of a row: its text; default: text, with the title before it") = "",
-           id_field: option(str, "of a row: its id") = "",
-           truncate_dim: option(int, "keep so many numbers of a vector; 0: all") = 0,
+           field: option(str, "field with a row's text; default: text, after the title") = "",
+           id_field: option(str, "field with a row's id") = "",
+           truncate_dim: option(int, "dimensions kept; 0: all") = 0,
            columns: Columns = "",
            bm25: Bm25 = None, as_json: AsJson = False):
-    "The texts of a corpus that are nearest to a query."
+    "Find the texts of a corpus nearest to a query."
     from anchor_nb.inference.search import search_corpus
     with answering(as_json) as answer:
         results = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim,
@@ -83,7 +83,7 @@ def search(model: Model,
 
 @app.command("decode", rich_help_panel=USE)
 def decode(model: argument(str, MODEL_HELP + '; one with its language-model head, such as what stage I leaves'),
-           texts: argument(list[str], "what is embedded"),
+           texts: argument(list[str], "texts to embed"),
            direction: option(str, "q2d: texts are queries and documents are written; d2q: the other way round") = "q2d",
            instruction: option(str, "before the query") = "",
            samples: option(int, "texts drawn beside the likeliest one") = 0,
@@ -129,7 +129,7 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
            adapter: option(bool, "the adapter alone instead of merged weights", "--adapter") = False,
            head: option(bool, "keep the language-model head", "--head") = False,
            dtype: option(str, "float32, bfloat16 or float16; default: as stored") = "",
-           query: option(str, "the instruction of encode_query, or the name of one of training's") = "",
+           query: option(str, "instruction for encode_query, or the name of one used in training") = "",
            truncation: option(str, "keep_eos exports a model that was trained with cut_eos") = "",
            formats: option(list[str], "onnx, openvino or gguf, each in full precision and quantised; repeat",
                            "--format") = [],
@@ -139,7 +139,7 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
            parameter: option(list[str], "pooling, max_length, bidirectional or kind, where the checkpoint does not "
                                         "say", "-p", "--parameter", metavar="NAME=VALUE") = [],
            as_json: AsJson = False):
-    "A folder for sentence-transformers, and by their rules vLLM, TEI and llama.cpp, with its card."
+    "Export a model, with its card, for sentence-transformers and, by their rules, vLLM, TEI and llama.cpp."
     from anchor_nb.release.certificate import as_table, export_everywhere
     with answering(as_json) as answer:
         if servers and not check:
@@ -172,7 +172,7 @@ def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: 
                              metavar="PLAN") = "", public: option(bool, "everybody may see it", "--public") = False,
          revision: option(str, "a branch, made if need be; default: the main one") = "",
          message: option(str, "of the commit") = "", as_json: AsJson = False):
-    "Show what of an exported model would go to a hub, or upload what was shown."
+    "Show which files of an exported model would go to a hub, or upload them."
     from anchor_nb.release.hub import push
     with answering(as_json) as answer:
         result = push(folder, repo_id, not public, upload, revision, message)
@@ -213,7 +213,7 @@ def merge(models: argument(list[str], "run folders or model folders, two or more
           missing: option(str, "tensors and tokens that some models lack: error or copy") = "error",
           dtype: option(str, "float32, bfloat16 or float16; none: as in the first model") = "",
           as_json: AsJson = False):
-    "One model of several, tensor by tensor; it loads as any other."
+    "Merge several models into one, tensor by tensor; it loads like any other."
     from anchor_nb.release.merging import merge_models
     with answering(as_json) as answer:
         result = merge_models(models, out, weight, method, yaml_values(policy), missing, dtype)

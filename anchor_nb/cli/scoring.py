@@ -172,7 +172,7 @@ def compare(a: argument(str, "a label of the ledger, the folder of an evaluation
 # %% ../../nbs/cli/03_scoring.ipynb #afc8c43b
 @app.command("report", rich_help_panel=SCORE, help=RECIPES["report"].__doc__)
 @takes_settings("report")
-def report_page(folder: argument(str, "what a pipeline or an evaluation has left, such as runs/evaluate") = "",
+def report_page(folder: argument(str, "folder that a pipeline or evaluation wrote, such as runs/evaluate") = "",
                 parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, output: Output = None,
                 dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
     from anchor_nb.experiments.report import report_html

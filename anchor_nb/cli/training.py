@@ -69,10 +69,10 @@ def add_stage(stage: str):
                 gpus: Gpus = -1, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
                 help_all: HelpAll = False):
         if place and "data" in read_pairs(parameter):
-            raise ValueError("data is given twice; name it by place or with --data")
+            raise ValueError("data is given twice; give it as DATA or with --data, not both")
         name, equals, value = place.partition("=")
         if equals and nearest(RECIPES[stage], name) and not Path(place).exists():
-            raise ValueError(f"{place} is no table; an option is written --{name.replace('_', '-')} {value}")
+            raise ValueError(f"{place} is not a table; options are written --{name.replace('_', '-')} {value}")
         pairs = [*parameter, f"data={place}"] if place else parameter
         values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
         if dry_run:
@@ -153,7 +153,7 @@ def show_plan(preset: str, out: Path, overrides: dict):
 def pipeline(preset: option(str, "`anchor-nb presets` lists them") = "demo",
              out: option(Path | None, "folder of the pipeline; default: runs/PRESET", "--out", "-o") = None,
              parameter: Parameters = [], dry_run: DryRun = False, quiet: Quiet = False):
-    "All stages in order: data, stage I, stage II from it and from the base model, scores, report."
+    "Run all stages: data, stage I, stage II from its model and from the base model, scores, report."
     out, overrides = (out or Path("runs")/preset).expanduser(), read_pairs(parameter)
     if dry_run: show_plan(preset, out, overrides)
     else: run_pipeline(preset, out, overrides, log=not quiet)
@@ -161,7 +161,7 @@ def pipeline(preset: option(str, "`anchor-nb presets` lists them") = "demo",
 # %% ../../nbs/cli/02_training.ipynb #cfbf5373
 @app.command("demo", rich_help_panel=START)
 def demo(quiet: Quiet = False):
-    "The pipeline on a small real model and real text, for a CPU with two cores; the report's path comes last."
+    "Run the pipeline with a small real model on real text, on two CPU cores; prints the report's path last."
     pipeline(preset="demo", out=Path("runs/demo"), parameter=[], dry_run=False, quiet=quiet)
 
 # %% ../../nbs/cli/02_training.ipynb #29fb8d00
@@ -176,7 +176,7 @@ def machine_for(shape, gpus: int, gpu_memory: float, rate: float, precision: str
 @app.command("plan", rich_help_panel=SCALE)
 def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.2-1b") = "smollm2-135m",
              data: option(str, "your pairs, whose rows and lengths are counted") = "",
-             gpus: option(int, "plan for so many GPUs; default: this machine", min=0, show_default=False) = 0,
+             gpus: option(int, "plan for this many GPUs; default: this machine", min=0, show_default=False) = 0,
              gpu_memory: option(float, "GB of each GPU; default: this machine's, else 80", min=0,
                                 show_default=False) = 0,
              steps: option(int, "optimizer steps; default: the preset's", show_default=False) = 0,
@@ -227,7 +227,7 @@ def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: 
           parameter: option(list[str], "one parameter of a stage in all arms; give it as often as you need",
                                        "-p", "--parameter", metavar="STAGE.NAME=VALUE") = [],
           slurm: Slurm = [], dry_run: DryRun = False, as_json: AsJson = False):
-    "The arms of an ablation, with what they share computed once. Exit code 1 when one has failed."
+    "Run the arms of an ablation; work they share is done once. Exit code 1 if an arm fails."
     from anchor_nb.experiments import sweeps
     with answering(as_json) as answer:
         if not name:
@@ -251,7 +251,7 @@ def run_recipe(name: Recipe,
                parameter: option(list[str], "one parameter of a stage; give it as often as you need",
                                             "-p", "--parameter", metavar="STAGE.NAME=VALUE") = [],
                dry_run: DryRun = False, as_json: AsJson = False):
-    "Data, training stages and scores of one method. `anchor-nb sweep relatives` runs all of them on equal terms."
+    "Prepare data, train and score one method. `anchor-nb sweep relatives` runs all of them on equal terms."
     from anchor_nb.experiments import sweeps
     with answering(as_json) as answer:
         if name not in methods():

@@ -183,7 +183,7 @@ CARDS = [("tutorials/documents", "Your documents, in an hour", "Tune search on y
          ("tutorials/quickstart", "What is an embedder?", "From a checkpoint to embeddings to training, in minutes."),
          ("pages/commands", "Commands", "Everything the command line does, by kind of work."),
          ("losses/reconstruction", "The losses", "The equation, the idea, the code, the assertion."),
-         ("paper/answer", "Does it help?", "The paper's claim asked again, with controls and seeds."),
+         ("pages/results", "Does it help?", "What each part is worth, beside BM25 and MiniLM."),
          ("names", "API", "Every public function and class, with what it does.")]
 
 

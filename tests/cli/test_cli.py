@@ -169,7 +169,7 @@ def test_a_mistake_in_a_shell_is_no_traceback(tmp_path):
     assert (result.returncode, result.stdout) == (1, "")
     what, fix = result.stderr.splitlines()
     assert what == "anchor-nb: alpha must lie in [0, 1], it is 2.0"
-    assert fix == "put that right and run the same command again"
+    assert fix == "fix that and run the same command again"
 
 
 def test_a_fault_of_ours_says_so(monkeypatch):
