@@ -293,7 +293,7 @@ def digest(value) -> str:
 def checked(texts, labels, seed: int = 0, groups=None) -> tuple: # (list, list or None, list of numbers, maybe empty)
     "Texts, labels and groups as lists; ValueError for an empty text, or for labels or groups that do not fit."
     texts, numbers = list(texts), {}
-    groups = [numbers.setdefault(group, len(numbers)) for group in groups or ()]
+    groups = [numbers.setdefault(group, len(numbers)) for group in (() if groups is None else groups)]
     if bad := [k for k, text in enumerate(texts) if not isinstance(text, str) or not text.strip()]:
         raise ValueError(f"text {bad[0]} is {texts[bad[0]]!r}; leave out what is empty or no string")
     labels = None if labels is None else [str(label) for label in labels]

@@ -191,14 +191,14 @@ def regrouped(parts: Iterable, size: int) -> Iterator: # parts: lists of tensors
 def dealt(count: int, blocks: int, seed: int,
           groups: list = (), # of each text; empty: each text is its own
          ) -> list:          # of arrays of text numbers
-    "Texts in random order, in blocks that keep groups whole; ValueError for fewer than eight texts or two groups."
+    "Texts in random order, in blocks that keep groups whole; ValueError for fewer than 8 texts or 4 groups."
     if count < 8:
         raise ValueError(f"{count} texts; intervals and held-out halves need at least 8, and hundreds to mean anything")
     members = {}
     for number, group in enumerate(groups or range(count)): members.setdefault(group, []).append(number)
-    if len(members) < 2:
-        raise ValueError(f"all {count} texts are of one group; intervals and held-out halves need at least two groups")
-    members, most = list(members.values()), min(blocks, count//4, len(members))
+    if len(members) < 4:
+        raise ValueError(f"{count} texts of {len(members)} groups; intervals and held-out halves need 4 groups or more")
+    members, most = list(members.values()), min(blocks, count//4, len(members)//2)
     return [np.array([number for place in block for number in members[place]])
             for block in np.array_split(np.random.default_rng(seed).permutation(len(members)), most)]
 

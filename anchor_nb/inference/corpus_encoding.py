@@ -6,8 +6,7 @@
 __all__ = ['encode_corpus', 'Encoded']
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #b92134c1
-import hashlib, json, os, tempfile, threading, time, warnings
-from array import array
+import hashlib, json, os, threading, time, warnings
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -223,16 +222,9 @@ def entries(piece: Piece, field: str = "", id_field: str = "", columns: dict = {
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #3d87686f
 def check_ids(pieces: list, field: str = "", id_field: str = "", columns: dict = {}):
     "ValueError names the first duplicate id and both locations; reads the corpus once."
-    with tempfile.TemporaryFile() as file: # sorted on the disk: a corpus may be larger than memory
-        ids = (hash(name) for _, name, _ in located(pieces, field, id_field, columns))
-        while block := array("q", islice(ids, 2**16)): block.tofile(file)
-        if not file.tell(): return
-        file.flush()
-        values, alike, seen = np.memmap(file, np.int64, "r+"), set(), {}
-        values.sort()
-        for start in range(0, len(values) - 1, 2**16):
-            part = values[start:start + 2**16 + 1]
-            alike.update(part[1:][part[1:] == part[:-1]].tolist())
+    hashes = np.fromiter((hash(name) for _, name, _ in located(pieces, field, id_field, columns)), np.int64)
+    hashes.sort()
+    alike, seen = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist()), {}
     if not alike: return
     for place, name, _ in located(pieces, field, id_field, columns):
         if hash(name) not in alike: continue

@@ -24,7 +24,7 @@ from ..data.writers import MARK, check_target, ending, fits_columns, write_pairs
 from ..data.corpora import training_instructions
 from ..runs.identity import content_at, engine_of
 from ..runs.launch import usable_gpus
-from ..models.loading import WHOLE_BEGINNING, chain
+from ..models.loading import WHOLE_BEGINNING, chain, use_of
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, Encoding, corpus_sources, encode_corpus, located,
                                                  planned, survey_all, vector_identity)
@@ -309,14 +309,14 @@ def document_instruction_of(recipe: Mine, layout): # -> function of row
 
 def shared_instruction(name: str, table: Iterable, recipe: Mine, layout) -> str:
     "The instruction of all documents of a dataset, which are encoded once; ValueError names a row with another."
-    first, instruct = None, document_instruction_of(recipe, layout)
-    for number, text in enumerate(map(instruct, table)):
-        if first not in (None, text):
-            raise ValueError(f"{name}, row {number}: its documents have the instruction {text!r}, and those of row 0 "
-                             f"have {first!r}; put rows with other instructions of documents into another file, or set "
-                             "instructions=none")
-        first = text
-    return first or ""
+    seen, instruct = {}, document_instruction_of(recipe, layout) # instruction -> the first row that has it
+    for number, text in enumerate(map(instruct, table)): seen.setdefault(text, number)
+    if len(seen) > 1:
+        (first, _), (other, row) = list(seen.items())[:2]
+        raise ValueError(f"{name}, row {row}: its documents have the instruction {other!r}, and those of row 0 have "
+                         f"{first!r}; put rows with other instructions of documents into another file, or set "
+                         "instructions=none")
+    return next(iter(seen), "")
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #6ea10730
 def write_queries(path: Path, table, rows: np.ndarray, batch: int = 4096):
@@ -497,6 +497,8 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
                                   "search=exact")
     new = ("positive_scores", *["negatives"]*(not recipe.keep_existing))
     for name, table in tables.items() if recipe.format == "columns" else (): fits_columns(table, sources[name], new)
+    layout = model and use_of(recipe.model, recipe.pooling, recipe.max_length)[2]["layout"]
+    for name, table in tables.items() if model else (): shared_instruction(name, table, recipe, layout)
     return tables, {name: dict(sha256=hashes[name], rows=len(table)) for name, table in tables.items()}
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #b62c25c6

@@ -263,6 +263,7 @@ def check_given(vectors, ids: list, texts: list):
         raise ValueError(f"vectors have {np.ndim(vectors)} dimensions; give [documents, dimension]")
     if len(vectors) != len(ids):
         raise ValueError(f"{len(ids)} documents have {len(vectors)} vectors; give one for each")
+    if isinstance(vectors, np.memmap): return # of a file that `save` wrote, and all of it would have to be read
     check_finite(vectors, lambda row: f"the vector of document {ids[row]!r}, {texts[row][:60]!r},")
 
 class Stored:
@@ -381,8 +382,14 @@ def is_index(folder: str | Path) -> bool: # a website may have an index.json too
     return there(MANIFEST) and (there("vectors.npy") or there("documents.jsonl"))
 
 def check_keep(folder: str | Path) -> Path: # expanded
-    "ValueError or OSError where an index cannot be written to a folder, before a corpus is encoded for it."
+    "ValueError where an index may not be written to a folder."
     folder = Path(folder).expanduser()
+    if folder.exists() and not is_index(folder) and any(folder.iterdir()):
+        raise ValueError(f"{folder} exists and holds no index; name a new folder")
+    return folder
+
+def check_writable(folder: Path):
+    "ValueError or OSError where an index cannot be written to a folder, before a corpus is encoded for it."
     check_replaceable(target := folder.resolve())
     try:
         with scratch(target.parent, target.name): pass # restores what a killed process had moved aside
@@ -391,9 +398,6 @@ def check_keep(folder: str | Path) -> Path: # expanded
         raise
     if target.exists() and not os.access(target, os.W_OK): # it is moved when it is replaced
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    if folder.exists() and not is_index(folder) and any(folder.iterdir()):
-        raise ValueError(f"{folder} exists and holds no index; name a new folder")
-    return folder
 
 def save_index(index: Index, folder: str | Path) -> Path: # the folder
     "Write an index, in place of an older one; ValueError where the folder holds something else."
@@ -427,14 +431,14 @@ def load_index(cls, embedder: AnchorEmbedder, folder: str | Path, verify: bool =
     "As `read_index`; where another process replaces the index meanwhile, the new one."
     folder = Path(folder).expanduser()
     which = lambda: os.stat(folder).st_ino if folder.is_dir() else 0
-    before = which()
-    try:
-        index = read_index(cls, embedder, folder, verify)
-        if which() == before: return index
-    except (OSError, ValueError):
-        if which() == before:
-            raise
-    return read_index(cls, embedder, folder, verify)
+    for last in (False, True):
+        before = which()
+        try: index = read_index(cls, embedder, folder, verify)
+        except (OSError, ValueError):
+            if last or which() == before:
+                raise
+        else:
+            if last or which() == before: return index
 
 # %% ../../nbs/inference/02_search.ipynb #d821bc0f
 def read_corpus(corpus: str, field: str = "", id_field: str = "", columns: dict = {}, # see `Encoding`
@@ -505,6 +509,7 @@ def reopen(embedder: AnchorEmbedder, keep: str, documents: dict, truncate_dim: i
     if not (there := set(index.texts)).intersection(texts):
         raise ValueError(f"{keep} is an index of other documents: of this corpus, with these fields, it has no text; "
                          "name another folder, or delete that one")
+    check_writable(Path(keep))
     if new := set(texts) - there: announce(f"encoding {len(new):,} new of {len(texts):,} texts for", keep)
     (index := index.updated(documents, bar)).save(keep)
     return index
@@ -524,6 +529,7 @@ def open_index(embedder: AnchorEmbedder,
                  truncate_dim=truncate_dim)
     if is_index(corpus): return Index.load(embedder, corpus)
     if keep: keep_apart(check_keep(keep), corpus=corpus, texts=texts)
+    if keep and not is_index(keep): check_writable(Path(keep)) # which also restores what a killed process had moved
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)
     documents, _ = read_corpus(corpus, field, id_field, columns, like or next(iter(embedder.sources), ""))
     if keep and is_index(keep): return reopen(embedder, keep, documents, truncate_dim, show_progress_bar)

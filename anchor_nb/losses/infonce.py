@@ -58,10 +58,11 @@ def is_paired(keys: Tensor,           # [n or 1, m], all of them among the candi
               owner_keys: Tensor,     # [candidates] key of the query it is the positive of; -1 for hard negatives
              ) -> Tensor:             # [n, m] bool
     "Which keys are those of a positive of the same query, wherever that text lies; linear in the candidates."
-    distinct, same_query = candidate_keys.sort().values, query_keys[:, None] == owner_keys[None]
-    counts = torch.zeros_like(same_query, dtype=torch.int)
-    counts.index_add_(1, torch.searchsorted(distinct, candidate_keys), same_query.int())
-    return counts.gather(1, torch.searchsorted(distinct, keys).expand(len(query_keys), -1)) > 0
+    distinct = candidate_keys.sort().values
+    paired = torch.zeros(len(query_keys), len(distinct), dtype=torch.bool, device=keys.device)
+    query, place = (query_keys[:, None] == owner_keys).nonzero(as_tuple=True)
+    paired[query, torch.searchsorted(distinct, candidate_keys[place])] = True
+    return paired.gather(1, torch.searchsorted(distinct, keys).expand(len(query_keys), -1))
 
 def false_negatives(query_keys: Tensor,     # [queries]
                     candidate_keys: Tensor, # [candidates] key of each document; -1 for padding

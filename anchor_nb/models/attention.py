@@ -53,7 +53,7 @@ SPARED = 512 # rows of padding that must be spared for another block to be worth
 def blocks_of(packed: Packed) -> list: # of (`Packed`, its `slots`), one after the other
     "A packed row cut where the texts that follow are shorter, since each is padded to the longest of its block."
     starts, cuts = packed.starts, [0]
-    if not starts.is_cuda: # there, lengths would have to come to the CPU first
+    if starts.is_cpu: # from elsewhere, lengths would have to come here first
         lengths = packed.lengths.numpy()
         rest = np.maximum.accumulate(lengths[::-1])[::-1] # the longest text from here on
         for text in range(1, len(lengths)):

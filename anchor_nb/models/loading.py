@@ -6,7 +6,7 @@
 __all__ = ['WHOLE_BEGINNING', 'KINDS', 'json_or_empty', 'kind_of', 'use_of', 'training_formatter']
 
 # %% ../../nbs/models/07_loading.ipynb #f6f49158
-import json, os, re
+import json, os, re, warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from ..core.recipe import Training
@@ -169,28 +169,23 @@ def read_facts(folder: str,         # model folder or hub id
     return stored if bidirectional is None else dict(stored, bidirectional=bidirectional)
 
 # %% ../../nbs/models/07_loading.ipynb #5827ef78
-def is_in_part(name: str) -> bool: # a hub id
-    "Whether the hub's cache has a model, and leaves open whether sentence-transformers wrote it."
-    from huggingface_hub import try_to_load_from_cache
-    look = lambda file: try_to_load_from_cache(name, file) # None: unknown
-    try: config = look("config.json")
-    except ValueError: return False # no name that a hub could know
-    if not isinstance(config, str) or look("modules.json") or look(".gitattributes"): return False # of a whole copy
-    listing = Path(config).parents[2]/"trees"/f"{Path(config).parent.name}.json" # of all its files, if it was listed
-    if listing.is_file(): return '"modules.json"' in listing.read_text(encoding="utf-8")
-    return not any("ForCausalLM" in kind for kind in json_or_empty(Path(config)).get("architectures") or ())
-
 def small_files(name: str) -> Path: # the folder itself, or one with a hub model's configuration files
-    """Where the configuration of a model can be read; a path that does not exist when the hub cannot be reached.
-    FileNotFoundError where the hub's cache does not tell how vectors are made."""
+    "Where the configuration of a model can be read; a path that does not exist when the hub cannot be reached."
     if Path(name).is_dir(): return Path(name)
     from huggingface_hub import snapshot_download
-    try: folder = Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
-    except (OSError, ValueError): folder = Path(name)
-    if is_in_part(name):
-        raise FileNotFoundError(f"{name} is in the hub's cache in part, and modules.json, which would say how its "
-                                "vectors are made, cannot be read; connect this machine once, or name a whole folder")
-    return folder
+    try: return Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
+    except (OSError, ValueError): return Path(name)
+
+def is_left_open(name: str, small: Path) -> bool: # small: its configuration files
+    "Whether the hub's cache does not tell if sentence-transformers wrote a model, nor can the hub be asked."
+    if Path(name).is_dir() or not small.is_dir(): return False
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    if try_to_load_from_cache(name, "modules.json") is not None: return False # a path, or known to be missing
+    try: hf_hub_download(name, "modules.json")
+    except LocalEntryNotFoundError: return True
+    except (EntryNotFoundError, OSError, ValueError): pass # it has none
+    return False
 
 SEARCH = "search.json" # in the folder of a model
 
@@ -220,6 +215,9 @@ def tokenizer_and_facts(folders: list, kind: str = "", bidirectional: bool | Non
                   folders[-1])
     speaks = next((name for name in folders if kind_of(small[name]) != "plain"), folders[0])
     if kind_of(small[speaks]) == "sentence-transformers": st_modules(small[speaks])
+    if not kind and kind_of(small[speaks]) == "plain" and is_left_open(speaks, small[speaks]):
+        warnings.warn(f"{speaks} is in the hub's cache in part, without modules.json, which would say how its vectors "
+                      "are made; connect this machine once, or set pooling yourself, which is that of [EOS] now")
     try: tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except json.JSONDecodeError as error: # names no file
         raise ValueError(f"the tokenizer in {source} is damaged ({error}); copy or download it again") from None

@@ -29,6 +29,8 @@ MODELS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
           "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct"}
 
 # %% ../../nbs/models/05_resolve.ipynb #e4c86581
+MINILM_FILES = ("config.json", "model.safetensors", "modules.json")
+
 def in_hub_cache(model: str, *files: str) -> bool:  # a hub id
     "Whether the hub client has these files of a model in its cache; usually its configuration and weights."
     from huggingface_hub import try_to_load_from_cache
@@ -150,7 +152,7 @@ def resolve_model(name: str) -> str:  # short name, folder or hub id -> folder o
     "What `from_pretrained` takes for a model that a user named; the hub is not asked."
     if name and Path(name).expanduser().is_dir(): return str(Path(name).expanduser())
     if short := spellings().get(name.lower()):
-        cached = short == "minilm" and in_hub_cache(MODELS[short], "config.json", "model.safetensors", "modules.json")
+        cached = short == "minilm" and in_hub_cache(MODELS[short], *MINILM_FILES)
         build = short in BUILT_MODELS and not cached # where it is the same
         return cached_model(short) if build else MODELS[short]
     if name.lower() == "bm25":
@@ -169,7 +171,7 @@ def is_here(name: str) -> bool: # as `resolve_model` takes it
     if name and Path(name).expanduser().is_dir(): return True
     if name in BUILT_MODELS and (cache_dir()/"models"/f"{name}-{BUILD}"/"config.json").is_file(): return True
     if name in BUILT_MODELS and name != "minilm": return False
-    try: return in_hub_cache(MODELS.get(name, name))
+    try: return in_hub_cache(MODELS.get(name, name), *MINILM_FILES*(name == "minilm"))
     except ValueError: return False # no name that a hub could know
 
 # %% ../../nbs/models/05_resolve.ipynb #3fe0b7a2

@@ -49,7 +49,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import MINI, SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 15 # raised when a step comes to make something else of the same inputs
+MADE = 16 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -376,7 +376,9 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     pairs = steps.run("pairs", lambda part: pairs_step(recipe, part, passages, repeats, links), ("read",),
                       pairs=files_content(recipe.pairs) or recipe.pairs, columns=recipe.columns, **making)
     rows, sentences = (read_lines(steps.folder("pairs")/f"{name}.jsonl") for name in ("pairs", "sentences"))
-    if pairs.get("unanswered"): steps.keys["pairs"] = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    if pairs.get("unanswered"):
+        known = json.dumps([steps.keys["read"], rows, sentences])
+        steps.keys["pairs"] = hashlib.sha256(known.encode()).hexdigest()
     sizes = {name: getattr(recipe, name) for name in ("test_queries", "dev_queries", "test_documents", "train_pairs",
                                                       "seed")}
     split = steps.run("split", lambda part: split_step(recipe, part, passages, rows, sentences, repeats), ("pairs",),
@@ -636,13 +638,13 @@ def same_files(first: Path, second: Path, but: tuple = ()) -> bool: # but: names
     return held[0] == held[1]
 
 def set_aside(model: Path):
-    "Give the model of an earlier run another name, and copies of its verdict and passages the same number."
+    "Give the model, the verdict and the passages of an earlier run other names."
     if not model.exists(): return
     beside = [model.with_name(name) for name in ("verdict.html", "adapt.json", "passages.jsonl")]
     numbered = ({path: path.with_name(f"{path.stem}.before-{n}{path.suffix}") for path in (model, *beside)}
                 for n in itertools.count(1))
     places = next(names for names in numbered if not any(place.exists() for place in names.values()))
-    for path in filter(Path.is_file, beside): shutil.copy(path, places[path])
+    for path in filter(Path.is_file, beside): path.rename(places[path])
     model.rename(places[model])
     announce(f"the model of an earlier run is now {places[model]}")
 

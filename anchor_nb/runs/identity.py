@@ -34,14 +34,6 @@ def model_content(path: str,            # run, model folder, hub id or short nam
     base, content = base_of(folder), content_hash(folder, () if whole else BESIDE)
     return content + (f" on {model_content(base, whole) or base}" if base else "")
 
-def commit_of(name: str) -> str: # name@commit; empty for a folder, a package's model, or where none is in the cache
-    "Which state of a model on the hub is in the client's cache."
-    from anchor_nb.models.resolve import BUILT_MODELS, CONFIGS, MODELS, at_commit, in_hub_cache
-    hub = MODELS.get(name, name)
-    if name in BUILT_MODELS or hub.count("/") != 1 or hub[0] in "/.~" or Path(hub).exists(): return ""
-    try: return at_commit(hub) if any(in_hub_cache(hub, file) for file in CONFIGS) else ""
-    except ValueError: return "" # no name that a hub could know
-
 NAMES = ("paper", "corpora", "mteb", "none") # of tables of instructions that come with the package
 
 def run_content(path: str, whole: bool = False) -> str: # as `model_content`
@@ -68,7 +60,7 @@ CONTENT = dict(
     instructions=lambda path: "" if path in NAMES else content_at(path))
 
 def same_content(kind: str, path: str, content: str, recorded: str | None) -> bool: # kind: of `CONTENT`
-    "Whether an input has the recorded content; records of older versions are understood, which had no commits."
+    "Whether an input has the recorded content; records of older versions are understood."
     return content == recorded or kind in ("model", "run") and CONTENT[kind](path, whole=True) == (recorded or "")
 
 # %% ../../nbs/runs/05_identity.ipynb #b6f4e320
@@ -107,10 +99,7 @@ LISTED = ("data", "tasks", "data_root") # whose content a stage lists by itself,
 def inputs_beside(recipe, data: dict) -> dict: # parameter, or parameter.label -> sha256
     "The content of everything a recipe reads that is not listed in `data`."
     listed = lambda address, path: address[0] in LISTED and (bool(data) or path.startswith("hf:"))
-    commits = {address: commit_of(path) for address, (kind, path) in inputs_of(recipe).items()
-               if kind in ("model", "run")}
-    hashes = {address: name for address, name in commits.items() if name} | input_hashes(recipe, listed, hub=True)
-    return {".".join(map(str, address)): sha256 for address, sha256 in hashes.items()}
+    return {".".join(map(str, address)): sha256 for address, sha256 in input_hashes(recipe, listed, hub=True).items()}
 
 # %% ../../nbs/runs/05_identity.ipynb #eb6238bc
 ENGINE = dict(training=1, encoding=1, scoring=1, corpora=1)

@@ -368,7 +368,17 @@ def test_an_index_that_a_killed_process_had_moved_aside_is_used_again(embedder, 
     left.mkdir()
     (left/".lock").touch()
     (tmp_path/"kept").rename(left/"old")
-    assert searching.check_keep(tmp_path/"kept") and searching.is_index(tmp_path/"kept") and not left.exists()
+    searching.check_writable(tmp_path/"kept")
+    assert searching.is_index(tmp_path/"kept") and not left.exists()
+
+
+def test_an_index_that_is_up_to_date_is_searched_where_nothing_can_be_written(embedder, corpus, tmp_path, monkeypatch):
+    first = open_index(embedder, corpus, str(tmp_path/"kept"))
+    def refused(folder):
+        raise PermissionError(folder)
+    monkeypatch.setattr(searching, "check_writable", refused)
+    assert open_index(embedder, corpus, str(tmp_path/"kept")).ids == first.ids
+    with pytest.raises(PermissionError): open_index(embedder, corpus, str(tmp_path/"new"))
 
 
 def test_an_index_that_another_process_replaces_meanwhile_is_read_again(embedder, tmp_path, monkeypatch):

@@ -144,28 +144,6 @@ def test_what_a_model_records_of_its_base_does_not_count_cards_either(tmp_path, 
     with pytest.warns(UserWarning, match="has changed since"): embedder.check_base("adapter", str(base))
 
 
-def cached(hub, name, commit):
-    "As the hub's client keeps the newest state of a model that it has read."
-    folder = hub/f"models--{name.replace('/', '--')}"
-    for path, text in ((folder/"refs"/"main", commit), (folder/"snapshots"/commit/"config.json", "{}")):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def test_another_commit_of_a_model_on_the_hub_is_another_run(tmp_path, monkeypatch):
-    "Manifests without a commit resume, and folders of sweeps keep their names."
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path/"hub"))
-    made = Stage2(model="org/base", out=str(tmp_path/"run"))
-    runs.start_run(made.out, made)
-    cached(tmp_path/"hub", "org/base", "a1")
-    assert runs.start_run(made.out, made) == "resume" and input_hashes(made) == {}
-    again = Stage2(model="org/base", out=str(tmp_path/"again"))
-    runs.start_run(again.out, again)
-    assert runs.read_manifest(again.out)["inputs"] == dict(model="org/base@a1")
-    cached(tmp_path/"hub", "org/base", "b2")
-    with pytest.raises(ValueError, match="the content of model org/base has changed"): runs.start_run(again.out, again)
-
-
 def test_a_run_of_code_that_gives_other_results_is_not_taken_for_this_one(tmp_path, monkeypatch):
     made = Stage2(out=str(tmp_path))
     runs.start_run(tmp_path, made)
