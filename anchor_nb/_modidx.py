@@ -2437,6 +2437,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'anchor_nb.losses.carry.in_words': ('losses/carry.html#in_words', 'anchor_nb/losses/carry.py'),
                                         'anchor_nb.losses.carry.losses_behind': ( 'losses/carry.html#losses_behind',
                                                                                   'anchor_nb/losses/carry.py'),
+                                        'anchor_nb.losses.carry.student': ('losses/carry.html#student', 'anchor_nb/losses/carry.py'),
                                         'anchor_nb.losses.carry.summed_up': ('losses/carry.html#summed_up', 'anchor_nb/losses/carry.py')},
             'anchor_nb.losses.causal_lm': { 'anchor_nb.losses.causal_lm.LanguageBatch': ( 'losses/causal_lm.html#languagebatch',
                                                                                           'anchor_nb/losses/causal_lm.py'),
