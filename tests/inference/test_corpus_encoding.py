@@ -185,9 +185,11 @@ def test_a_file_edited_meanwhile_is_noticed(tmp_path, fake, monkeypatch, suffix)
     "What is kept is of the content that the manifest names."
     def write(word):
         table = pandas.DataFrame(dict(id=[f"{n}" for n in range(200)], text=[f"{word} {n}" for n in range(200)]))
-        if suffix == "csv": table.to_csv(tmp_path/"corpus.csv", index=False)
-        elif suffix == "parquet": table.to_parquet(tmp_path/"corpus.parquet")
-        else: table.to_json(tmp_path/"corpus.jsonl", orient="records", lines=True)
+        draft = tmp_path/"draft" # put in place at once: a shard may be read at the same time
+        if suffix == "csv": table.to_csv(draft, index=False)
+        elif suffix == "parquet": table.to_parquet(draft)
+        else: table.to_json(draft, orient="records", lines=True)
+        draft.replace(tmp_path/f"corpus.{suffix}")
     settings = dict(corpus=str(tmp_path/f"corpus.{suffix}"), model="tiny", shard_rows=10)
     write("bread")
     encode_corpus(out=str(tmp_path/"whole"), **settings)
