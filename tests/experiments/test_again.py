@@ -73,6 +73,15 @@ def test_an_early_score_of_one_arm_against_a_late_one_of_another():
     with pytest.raises(ValueError, match="run it to its end"): again.early_against_late(rows[:-1], "r", 10, 40)
 
 
+def test_longer_rungs_have_the_rates_and_stage_i_of_the_shortest(monkeypatch):
+    monkeypatch.setattr(again, "rows_of", lambda path: [
+        dict(rung="gpu", arm="W", learning_rate=rate, temperature=0.02, ndcg_at_10=1000*rate) for rate in (3e-4, 1e-3)])
+    assert again.tuned("gpu-longer", "W") == again.tuned("gpu-long", "W") == dict(learning_rate=1e-3, temperature=0.02)
+    assert {name: again.shortest(name) for name in ("gpu-longer", "gpu-long", "gpu", "village-long")} == {
+        "gpu-longer": "gpu", "gpu-long": "gpu", "gpu": "gpu", "village-long": "village"}
+    assert again.RUNGS["gpu-longer"]["stage1"] == again.RUNGS["gpu"]["stage1"]
+
+
 def test_ndcg_of_one_document_a_query():
     class Model:
         encode_query = staticmethod(lambda texts: np.eye(12)[[int(text) for text in texts]])
