@@ -34,9 +34,6 @@ class Setup:
     def width(self) -> int: # bytes of what matrices read and write
         return 4 if self.precision in ("fp32", "fp64") else 2
 
-    @property
-    def casts(self) -> bool: return self.precision == "bf16" or self.precision == "pure_bf16" and self.rank > 0
-
 # %% ../../nbs/training/01_memory.ipynb #8ad3b109
 def kept_bytes(shape: Shape, setup: Setup,
                last: bool = False, # the last layer, of which only keys and values see every token
@@ -44,18 +41,18 @@ def kept_bytes(shape: Shape, setup: Setup,
     "Bytes that autograd keeps for each token in one layer."
     H, A, K, F, c = shape.hidden, shape.query, shape.key, shape.mlp, setup.width
     pure, norms = setup.precision == "pure_bf16", 1 if last else 2
-    reading = (2 if last else 5) if setup.casts else norms # matrices that read a normed state, each its own copy
-    wide = 4 if pure and setup.rank else c # what adapters read
+    # autocast copies a normed state for each matrix that reads it
+    reading = (2 if last else 5) if setup.precision == "bf16" else norms
     kept = {"inputs of the norms": norms*H*4,
             "normed states": 0 if setup.rank else norms*H*(2 if pure else 4),
-            "inputs of the matrices": reading*H*wide,
+            "inputs of the matrices": reading*H*c,
             "queries, keys, values": (2*K if last else A + 2*K)*c,
-            "attention's output": 0 if last else A*c + (A*wide if wide != c else 0),
-            "MLP": 0 if last else 3*F*c + F*wide,
-            "inside the adapters": (2 if last else 7)*setup.rank*wide}
+            "attention's output": 0 if last else A*c,
+            "MLP": 0 if last else 4*F*c,
+            "inside the adapters": (2 if last else 7)*setup.rank*c}
     if setup.attention == "packed_sdpa":
         rotated = 2 if pure else 4
-        queries = A*rotated + (A*c if wide == c else 0)
+        queries = A*rotated + A*c
         widened = (4 - c)*(2*K + (0 if last else 2*A)) # on a CPU and up to 256 tokens; counted everywhere
         kept["copies in rows"] = K*rotated + K*c + (0 if last else queries) + widened
     return kept

@@ -60,10 +60,12 @@ def build_model(resolved: Resolved, checkpoint: Path | None = None,
 # %% ../../nbs/training/09_trainer.ipynb #24b220bc
 def with_adapter(lm, how: Training, checkpoint: Path | None, tokens: list): # -> a peft model
     "New adapters, or those of a checkpoint; the rows of `tokens` train with them."
-    if not checkpoint: return add_lora(lm, how.lora_rank, how.lora_alpha, how.lora_dropout, how.seed, tokens)
     from peft import PeftModel
-    # peft would load onto GPU 0 on every rank
-    return PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True, torch_device="cpu")
+    from anchor_nb.models.adapters import fuse_adapters
+    return fuse_adapters(
+        add_lora(lm, how.lora_rank, how.lora_alpha, how.lora_dropout, how.seed, tokens) if not checkpoint
+        # peft would load onto GPU 0 on every rank
+        else PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True, torch_device="cpu"))
 
 # %% ../../nbs/training/09_trainer.ipynb #ae33a096
 def saver(formatter: Formatter, record: Record): # -> a function of (module, folder)

@@ -30,6 +30,7 @@ from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.rows import Example
 from anchor_nb.losses.reconstruction import Reconstruction
+from anchor_nb.models import adapters
 from anchor_nb.models.attention import on_gpu, wants_autocast, weight_dtype
 from anchor_nb.models.backbone import is_checkpointed, language_model
 from anchor_nb.models.embedder import AnchorEmbedder
@@ -49,6 +50,7 @@ from peers import (PaddedStep, add_their_lora, closing, encode_padded, fingerpri
 from workloads import bench_model, corpus_rows, formatter_of, random_model, repeated, text_mix, write_rows
 
 PEERS = ["sentence-transformers", "sentence-transformers cached"]
+UNFUSED = f"{OURS}, peft's layers"  # stage II as it was before `models/11_adapters`
 
 
 def device_type() -> str: return "cuda" if on_gpu() else "cpu"
@@ -191,10 +193,12 @@ def keep_tables(folder: Path):
 def stage2_way(way: str, work: str, mini_batch: int, **settings) -> dict:  # work: folder for its files
     "Train a few steps of stage II in one way; runs in a process of its own."
     keep_tables(Path(work)/"cache")
+    if way == UNFUSED: adapters.fuse_adapters = lambda model: model
     recipe = Stage2(out=tempfile.mkdtemp(dir=work), negatives=1, mask_false_negatives=False, warmup_steps=0,
                     schedule="constant", save_steps=0, **settings)
     inputs, arguments = check_inputs(recipe), training_arguments(recipe)
-    make = our_trainer if way == OURS else partial(peer_trainer, mini_batch=mini_batch if way.endswith("cached") else 0)
+    make = our_trainer if way in (OURS, UNFUSED) else partial(
+        peer_trainer, mini_batch=mini_batch if way.endswith("cached") else 0)
     trainer, losses, ids, more = make(recipe, inputs, arguments)
     clock, before = Clock(), memory()[0]
     trainer.add_callback(clock)
@@ -273,7 +277,7 @@ def stage1_cases(model: str, corpora: list, batches: list, rounds: int, toleranc
 
 
 def stage2_cases(model: str, corpora: list, batches: list, rounds: int, repeats: int, tolerance: float,
-                 ways=(OURS, *PEERS), first_only: bool = False, **settings):
+                 ways=(OURS, UNFUSED, *PEERS), first_only: bool = False, **settings):
     """Training stage II against sentence-transformers, with the plain loss and with the cached one.
 
     first_only: compare the first loss alone; in half precision two runs have other weights afterwards.
