@@ -16,46 +16,49 @@ from torch.nn import functional as F
 class LoraStep(torch.autograd.Function):
     "x W' + b + s (x A') B' for frozen W and b; `kind` is the type in which the products run."
     @staticmethod
-    def forward(ctx, x, weight, bias, down, up, scale, kind):
-        rows = x.reshape(-1, x.shape[-1]).to(kind)
-        weight, bias = weight.to(kind), None if bias is None else bias.to(kind)
+    def forward(ctx, x, weight, bias, down, up, scale, kind): # x: [rows, columns]
+        rows, weight, bias = x.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
         narrow = rows @ down.to(kind).T
         out = F.linear(rows, weight, bias)
         torch.addmm(out, narrow, up.to(kind).T, alpha=scale, out=out)
-        ctx.save_for_backward(rows, weight, down, up, narrow)
-        ctx.scale, ctx.shape, ctx.kind = scale, x.shape, x.dtype
-        return out.view(*x.shape[:-1], weight.shape[0])
+        ctx.save_for_backward(rows, weight if ctx.needs_input_grad[0] else None, down, up, narrow)
+        ctx.scale, ctx.kind = scale, x.dtype
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         rows, weight, down, up, narrow = ctx.saved_tensors
-        grad = grad.reshape(-1, grad.shape[-1])
-        of_narrow = (grad @ up.to(grad.dtype)).mul_(ctx.scale)
-        of_up = (grad.T @ narrow).to(up.dtype).mul_(ctx.scale)
-        of_down = (of_narrow.T @ rows).to(down.dtype)
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = grad @ weight
-            of_x = torch.addmm(of_x, of_narrow, down.to(grad.dtype), out=of_x).to(ctx.kind).view(ctx.shape)
+        with torch.autocast(grad.device.type, enabled=False): # types are as in the forward pass
+            of_narrow = (grad @ up.to(grad.dtype)).mul_(ctx.scale)
+            of_up = (grad.T @ narrow).to(up.dtype).mul_(ctx.scale)
+            of_down = (of_narrow.T @ rows).to(down.dtype)
+            of_x = grad @ weight if ctx.needs_input_grad[0] else None
+            if of_x is not None: of_x = torch.addmm(of_x, of_narrow, down.to(grad.dtype), out=of_x).to(ctx.kind)
         return of_x, None, None, of_down, of_up, None, None
 
 # %% ../../nbs/models/11_adapters.ipynb #e47c9409
+def is_plain(layer: Linear, name: str) -> bool:
+    "Whether an adapter of a layer is nothing but two matrices."
+    return (name in layer.lora_A and name not in layer.lora_variant and not layer.lora_bias[name]
+            and isinstance(layer.lora_dropout[name], nn.Identity))
+
 class FusedLinear(Linear):
     "peft's adapted linear layer, computed by `LoraStep` where that is the same."
     def forward(self, x, *args, **kwargs):
-        down, up = (part[self.active_adapters[0]].weight for part in (self.lora_A, self.lora_B))
-        device, weight = x.device.type, self.base_layer.weight
-        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if self.disable_adapters or self.merged or weight.requires_grad:
+        names, base, device = self.active_adapters, self.base_layer, x.device.type
+        if (args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not is_plain(self, names[0])
+                or any(weight.requires_grad for weight in base.parameters())):
             return super().forward(x, *args, **kwargs)
-        return LoraStep.apply(x, weight, self.base_layer.bias, down, up, self.scaling[self.active_adapters[0]], kind)
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        out = LoraStep.apply(x.reshape(-1, x.shape[-1]), base.weight, base.bias, self.lora_A[names[0]].weight,
+                             self.lora_B[names[0]].weight, self.scaling[names[0]],
+                             torch.get_autocast_dtype(device) if casts else x.dtype)
+        return out.view(*x.shape[:-1], base.out_features)
 
 # %% ../../nbs/models/11_adapters.ipynb #d5a59b8f
-def fuse_adapters(model): # a peft model with one adapter -> the same
-    "Let each plain linear layer with its adapter run as one step; those with dropout or in 4 bits stay peft's."
+def fuse_adapters(model): # a peft model -> the same
+    "Let each linear layer with its adapter run as one step; layers of other classes, such as of 4 bits, stay peft's."
     for module in model.modules():
-        if type(module) is Linear and type(module.base_layer) is nn.Linear and not module.lora_variant and all(
-                isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values()):
-            module.__class__ = FusedLinear
+        if type(module) is Linear and type(module.base_layer) is nn.Linear: module.__class__ = FusedLinear
     return model

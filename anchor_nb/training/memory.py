@@ -25,6 +25,7 @@ class Setup:
     sharding: str = "ddp"             # ddp: a copy each; fsdp2: a shard each
     only_last: bool = True            # is only each text's last state wanted? poolings such as mean want all
     guide: int = 0                    # bytes of a frozen embedder's weights
+    dropout: bool = False             # in the adapters
 
     def __post_init__(self):
         if self.precision not in ("fp32", "bf16", "pure_bf16", "fp64"):
@@ -41,18 +42,21 @@ def kept_bytes(shape: Shape, setup: Setup,
     "Bytes that autograd keeps for each token in one layer."
     H, A, K, F, c = shape.hidden, shape.query, shape.key, shape.mlp, setup.width
     pure, norms = setup.precision == "pure_bf16", 1 if last else 2
-    # autocast copies a normed state for each matrix that reads it
-    reading = (2 if last else 5) if setup.precision == "bf16" else norms
+    drops, mask = setup.rank and setup.dropout, 4 if setup.attention == "packed_sdpa" else 1 # a GPU's is of bytes
+    # autocast copies a normed state for each matrix that reads it, and dropout drops from each copy anew
+    reading = (2 if last else 5) if setup.precision == "bf16" or drops else norms
+    wide = 4 if pure and drops else c # peft drops in fp32
     kept = {"inputs of the norms": norms*H*4,
             "normed states": 0 if setup.rank else norms*H*(2 if pure else 4),
-            "inputs of the matrices": reading*H*c,
+            "inputs of the matrices": reading*H*wide,
             "queries, keys, values": (2*K if last else A + 2*K)*c,
-            "attention's output": 0 if last else A*c,
-            "MLP": 0 if last else 4*F*c,
-            "inside the adapters": (2 if last else 7)*setup.rank*c}
+            "attention's output": 0 if last else A*wide,
+            "MLP": 0 if last else 3*F*c + F*wide,
+            "inside the adapters": (2 if last else 7)*setup.rank*wide,
+            "masks of dropout": mask*(2*H if last else 5*H + A + F) if drops else 0}
     if setup.attention == "packed_sdpa":
         rotated = 2 if pure else 4
-        queries = A*rotated + A*c
+        queries = A*rotated + (A*c if wide == c else 0)
         widened = (4 - c)*(2*K + (0 if last else 2*A)) # on a CPU and up to 256 tokens; counted everywhere
         kept["copies in rows"] = K*rotated + K*c + (0 if last else queries) + widened
     return kept

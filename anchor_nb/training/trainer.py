@@ -110,7 +110,7 @@ def setup_of(resolved: Resolved, processes: int = 1) -> Setup:
     how, precision, guide = resolved.recipe, resolved.precision, getattr(resolved.recipe, "guide", "")
     kind = "bf16" if wants_autocast(precision) else {"auto": "fp32"}.get(precision, precision)
     return Setup(resolved.stage, kind, how.optimizer, how.lora_rank, resolved.attention, processes,
-                 head_rows=2048 if on_gpu() else 1024, sharding=how.sharding,
+                 head_rows=2048 if on_gpu() else 1024, sharding=how.sharding, dropout=how.lora_dropout > 0,
                  only_last=needs_last_only(how.pooling), guide=guide_bytes(guide) if guide else 0)
 
 def planned(resolved: Resolved, device: str = "cpu", processes: int = 1) -> Plan:

@@ -9,6 +9,7 @@
     python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit the GPUs
     python nbs/paper/again.py all gpu-long --jobs 0 # stage II twice as long, as the plan asks where it was too short
     python nbs/paper/again.py run gpu-longer --arms W # stage II alone until it has read as many pairs as A
+    OMP_NUM_THREADS=1 python nbs/paper/again.py run gpu-longer --arms W --jobs 2 # on two cores: two runs side by side
 
 Rows are appended to nbs/results/carry/ as they are known; weights stay in runs/again. The plan is paper/again.ipynb.
 """
