@@ -52,7 +52,7 @@ class Carried(NamedTuple):
     none: float       # behind the embedding of [EOS]
     gap: float        # other less own
     margin: float     # half the gap's 95 % interval, by t over the pairs
-    identified: float # share of texts whose own anchor, of `among`, is the one behind which they are likeliest
+    identified: float # share of the first `among` texts that are likeliest behind their own anchor, of all of theirs
     among: int = GROUP
 
     @property
@@ -91,7 +91,7 @@ def in_words(measured: dict, # direction -> `Carried`, or its fields as a dict
     lines = []
     for direction, values in measured.items():
         at = values if isinstance(values, Carried) else Carried(**values)
-        recognised = (f"for {at.identified:.0%} of texts their own anchor is the best of {at.among} "
+        recognised = (f"of the first {at.among} texts {at.identified:.0%} are likeliest behind their own anchor "
                       f"({1/at.among:.0%} by chance)")
         tells, gap = NAMES[direction].capitalize(), f"{at.gap:.2f} +- {at.margin:.2f}"
         if at.empty: lines.append(f"{tells}: nothing measurable, {gap} nats a text; {recognised}.")
