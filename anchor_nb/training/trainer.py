@@ -62,10 +62,10 @@ def with_adapter(lm, how: Training, checkpoint: Path | None, tokens: list): # ->
     "New adapters, or those of a checkpoint; the rows of `tokens` train with them."
     from peft import PeftModel
     from anchor_nb.models.adapters import fuse_adapters
-    return fuse_adapters(
-        add_lora(lm, how.lora_rank, how.lora_alpha, how.lora_dropout, how.seed, tokens) if not checkpoint
-        # peft would load onto GPU 0 on every rank
-        else PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True, torch_device="cpu"))
+    if not checkpoint: lm = add_lora(lm, how.lora_rank, how.lora_alpha, how.lora_dropout, how.seed, tokens)
+    # peft would load onto GPU 0 on every rank
+    else: lm = PeftModel.from_pretrained(lm, str(checkpoint), is_trainable=True, torch_device="cpu")
+    return fuse_adapters(lm)
 
 # %% ../../nbs/training/09_trainer.ipynb #ae33a096
 def saver(formatter: Formatter, record: Record): # -> a function of (module, folder)
