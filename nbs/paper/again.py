@@ -198,7 +198,7 @@ def run_one(rung, arm, seed, data, kept=KEPT):
     train(Stage2(model=model, data=str(pairs), out=str(place/"stage2"), seed=seed,
                  **COMMON | plan["stage2"] | settings))
     last, most = plan["stage2"]["steps"], RUNGS[short["rung"]]["stage2"]["steps"]
-    for step in range(plan["stage2"]["snapshot_steps"], last + 1, plan["stage2"]["snapshot_steps"]):
+    for step in scored(rung)[::-1]: # what decides comes first
         rows = [row | dict(step=step) for row in ([about] if step > most or about == short else [about, short])]
         if not (rows := [row for row in rows if not there("again.jsonl", row)]): continue
         source = place/"stage2" if step == last else place/f"stage2/snapshots/step-{step}"
@@ -288,12 +288,17 @@ def untuned(rung, arms, kept):
     return [one for one in product(arms, *RUNGS[rung].get("grid", GRID).values()) if one not in done]
 
 
+def scored(rung):
+    "The steps of stage II after which a rung is scored."
+    every = RUNGS[rung]["stage2"]["snapshot_steps"]
+    return list(range(every, RUNGS[rung]["stage2"]["steps"] + 1, every))
+
+
 def missing(rung, seeds, arms, kept):
     "(arm, seed) of the runs that have yet to be made, seed by seed, so that what is there is balanced."
-    last = RUNGS[rung]["stage2"]["steps"]
-    done = {(row["arm"], row["seed"]) for row in rows_of(kept/"again.jsonl")
-            if row["rung"] == rung and row["step"] == last}
-    return [(arm, seed) for seed, arm in product(seeds, arms) if (arm, seed) not in done]
+    done = {(row["arm"], row["seed"], row["step"]) for row in rows_of(kept/"again.jsonl") if row["rung"] == rung}
+    return [(arm, seed) for seed, arm in product(seeds, arms)
+            if any((arm, seed, step) not in done for step in scored(rung))]
 
 
 def tune(rung, arms="ASW", kept=KEPT, jobs=1):
