@@ -42,6 +42,26 @@ def write_text(path: Path,          # the file to write; its folder is created i
     finally: draft.unlink(missing_ok=True) # if writing failed
     return path
 
+# %% ../../nbs/core/03_files.ipynb #c8ac336c
+def read_yaml(path: Path): # -> plain values
+    "What a YAML file holds; ValueError names file and line, also of a key that is there twice."
+    import yaml
+    class Loader(yaml.SafeLoader): pass
+    def once(loader, node):
+        known = set()
+        for key, _ in node.value:
+            if key.value in known:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+            if isinstance(key, yaml.ScalarNode): known.add(key.value)
+        return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+    Loader.add_constructor("tag:yaml.org,2002:map", once)
+    try: return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    except yaml.YAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise ValueError(f"{path}{line}: not YAML ({getattr(error, 'problem', error)})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no UTF-8 ({error.reason}); save it as UTF-8") from None
+
 # %% ../../nbs/core/03_files.ipynb #f40fc8e0
 RECORD = "files.json" # in a sealed folder: name -> [bytes, hash]
 
@@ -59,6 +79,10 @@ def seal(folder: Path):
     (folder/RECORD).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 # %% ../../nbs/core/03_files.ipynb #f33685d4
+def has_weights(folder: Path) -> bool:
+    "Whether a folder holds the weights of a model or of an adapter."
+    return any(Path(folder).glob("*.safetensors"))
+
 def damage(folder: Path) -> str: # empty: no damage
     "Describe what is wrong with a sealed folder."
     try:

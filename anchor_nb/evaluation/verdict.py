@@ -95,7 +95,9 @@ def score_systems(asked: Retrieval, # name without slashes
 # %% ../../nbs/evaluation/08_verdict.ipynb #1c56b3f2
 FINDS = 2.8  # standard errors: 1.96 for 5 % false alarms, 0.84 for 80 % found
 LUCK = 0.05  # p of the sign-flip test, at most, beside an interval that excludes 0
-DOCUMENTS = 6 # of a test set, at least: with fewer, no signs reach that p
+DOCUMENTS = DIFFER = 6 # documents of a test set, and queries that differ, at least: with fewer, no signs reach that p
+TELLING = 100 # queries, at least, that may tell whether more pairs help; ours
+SMALL = 0.01 # a difference that nobody would act on; ours
 SPREAD = 0.35 # of the differences of single queries, before any is known; ours, from the studies
 EASY = 0.98 # a score of what needs no training, above which a test set leaves no room; ours
 
@@ -131,9 +133,10 @@ def verdict(sheet: dict,    # from `score_systems`
     better, worse = hits.low > 0 and luck <= LUCK, hits.high < 0 and luck <= LUCK
     sources = len({groups[query] for query in ours if query in groups})
     lucky, few = (hits.low > 0 or hits.high < 0) and luck > LUCK, 0 < sources < DOCUMENTS
-    needed = 0
-    if any(apart) and not (better or worse):
-        needed = max(grown(hits, count), count + 1, 2*count*lucky, -(-count*DOCUMENTS//sources) if few else 0)
+    needed, small = 0, -SMALL < hits.low and hits.high < SMALL and not few
+    if any(apart) and not (better or worse or small):
+        needed = max(grown(hits, count), count + 1, 2*count*lucky, -(-count*DOCUMENTS//sources) if few else 0,
+                     -(-count*DIFFER//sum(map(bool, apart)))) # no fewer differences reach that p
     points = [100*value for value in (hits.mean, hits.low, hits.high)]
     size = f"{abs(points[0]):.1f} points of nDCG@10"
     span = f"(95 % interval {points[1]:+.1f} to {points[2]:+.1f})"
@@ -142,6 +145,9 @@ def verdict(sheet: dict,    # from `score_systems`
     if better: sentence = f"Better than what you have: {delivered} beats {against} by {size} {span}, {over}."
     elif worse: sentence = f"Not better: keep {against}. It is ahead of {delivered} by {size} {span}."
     elif not any(apart): sentence = f"Not better: keep {against}. {delivered} scores the same on all {count} queries."
+    elif small:
+        sentence = (f"Not shown to be better: keep {against}. {over.capitalize()} {delivered} scores {size} "
+                    f"{'higher' if points[0] > 0 else 'lower'} {span}: too little to matter, either way.")
     else:
         why = f"a sign-flip test finds that it may be luck (p {luck:.2f}); "*lucky
         if few: why = f"fewer than {DOCUMENTS} documents cannot show a difference; "
@@ -172,14 +178,17 @@ def advice(curve: dict,    # number of pairs -> nDCG@10 in [0, 1]
            made: bool,     # whether the queries were written by a machine
            hits: dict,    # from `verdict`
           best: float = 0.0, # nDCG@10 of the best that needs no training, in [0, 1]
+          asked: int = 0,    # queries of the development split
           ) -> list:       # of sentences
     "What would make the model better, or the verdict surer."
     lines, sizes = [], sorted(int(size) for size in curve)
     if len(sizes) > 1:
         gain = 100*(curve[sizes[-1]] - curve[sizes[-2]])
         grown = f"from {sizes[-2]:,} to {sizes[-1]:,} pairs the score went {gain:+.1f} points on the development split"
-        lines.append(f"More pairs would help: {grown}." if gain >= 1 else f"More pairs of this kind would help little: "
-                     f"{grown}. A larger base, or other queries, may.")
+        grown += f" of {asked} queries"*(asked > 0)
+        if 0 < asked < TELLING: lines.append(f"Whether more pairs would help is open: {grown}, which are too few.")
+        elif gain >= 1: lines.append(f"More pairs would help: {grown}.")
+        else: lines.append(f"More pairs of this kind would help little: {grown}. A larger base, or other queries, may.")
     if best > EASY and not hits["better"]:
         lines.append(f"The test set is too easy: {hits['against']} has {100*best:.1f} already, so nothing can be "
                      "shown to be better. Ask harder questions, or search more passages (test_documents).")

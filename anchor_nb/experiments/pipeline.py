@@ -105,7 +105,7 @@ def run_pipeline(name: str,              # a preset
     steps, took, record = plan(name, out, overrides), {}, Path(out)/"pipeline.json"
     before = read_json(record) if record.is_file() else {}
     if before.get("preset") != name: before = dict(started=now(), seconds={}, peak_memory_bytes=0)
-    made = [Path(out), *(Path(step.parameters["out"]) for step in steps)]
+    made = [Path(step.parameters["out"]) for step in steps]
     for step in steps:
         values = checked(notebook := stage_notebook(step.stage), step.parameters)
         check_ahead(step.stage, {name: value for name, (_, value) in declared(notebook).items()} | values, made)

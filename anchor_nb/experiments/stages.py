@@ -29,7 +29,9 @@ from ..data.retrieval_sets import Faults, check_present, set_in, split_off
 from ..runs.checkpoints import check_places, locked
 from ..models.resolve import BUILT_MODELS, MODELS, resolve_model
 from ..core.redaction import hide, secret_values, without_secrets
-from ..runs.manifest import STOPPED, fail_run, is_untrained, now, other_settings, read_manifest, reason_of
+from ..runs.manifest import (STOPPED, edited, fail_run, is_complete, is_untrained, now, other_settings,
+                                     read_manifest, reason_of)
+from ..core.files import keep_apart
 
 # %% ../../nbs/experiments/00_stages.ipynb #39878f28
 def stage_folder() -> Path:
@@ -185,7 +187,9 @@ def finished(folder: Path, stage: str) -> bytes: # its content; empty where noth
     if not path.is_file(): return b""
     record = read_json(path)
     if stage == "evaluate": whole = not record["failed"] and not (Path(folder)/"evaluate.failed.ipynb").exists()
-    else: whole = [record["stage"], record["status"], record.get("notebook", "complete")] == [stage, *["complete"]*2]
+    else:
+        whole = record["stage"] == stage and record.get("notebook", "complete") == "complete"
+        whole = whole and is_complete(folder, record) and not edited(folder, record)
     return path.read_bytes() if whole else b""
 
 class Record:
@@ -286,11 +290,21 @@ def check_tasks(stage: str, values: dict, made: list = ()): # made: folders wher
     from anchor_nb.evaluation.benchmarks import BENCHMARKS, benchmark_tasks, find_task
     from anchor_nb.evaluation.local_suite import LOCAL
     for task in values.get("tasks", []):
+        if any(folder in Path(task).parents for folder in made): continue
         place = Path(split_off(task)[0])
-        if any(folder in place.parents for folder in made): continue
         if place.is_dir() or "/" in task: check_present(folder := set_in(place), Faults(folder))
         elif task not in LOCAL: find_task(task)
     if (benchmark := values.get("benchmark")) and benchmark not in BENCHMARKS: benchmark_tasks(benchmark)
+
+def check_beside(stage: str, values: dict):
+    "ValueError for an evaluation that would write into a model or a test set."
+    if stage != "evaluate": return
+    given = values["models"].values() if isinstance(values["models"], dict) else []
+    models = [one.get("model", "") if isinstance(one, dict) else one
+              for several in given for one in (several if isinstance(several, list) else [several])]
+    folders = [str(place/"model") if ((place := Path(name).expanduser())/"model").is_dir() else name
+               for name in models if isinstance(name, str)]
+    keep_apart(Path(values["out"])/"ledger.jsonl", models=folders, tasks=values["tasks"])
 
 def check_corpora(stage: str, values: dict):
     "ValueError for a corpus that is not there."
@@ -301,7 +315,7 @@ def check_corpora(stage: str, values: dict):
 def check_before(notebook: Path, values: dict): # values: its parameters, checked
     "FileNotFoundError or ValueError for what is wrong with a stage's settings; reads no data."
     stage, whole = notebook.stem, {name: value for name, (_, value) in declared(notebook).items()} | values
-    for check in (check_places, check_models, check_said, check_tasks, check_corpora): check(stage, whole)
+    for check in (check_places, check_models, check_said, check_tasks, check_corpora, check_beside): check(stage, whole)
     check_out(stage, whole, placed(notebook, values))
 
 def check_ahead(stage: str, values: dict, made: list): # values: all parameters; made: folders of other stages
@@ -342,6 +356,9 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
     output, secrets = Path(output) if output else folder/f"{stage}.ipynb", secret_values(values)
     if output.resolve() == notebook.resolve():
         raise ValueError(f"{output} is the stage notebook itself; give another output")
+    if output.exists() and output.suffix != ".ipynb":
+        raise ValueError(f"output={output} is there and is no notebook, and would be replaced by one; give another, "
+                         f"such as {output.with_suffix('.ipynb').name}")
     check_before(notebook, values)
     with (locked(folder if "out" in known else output.parent, stage),
           handing_on(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) as signals):

@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.errors import Stopped
-from ..runs.identity import hashed_out, input_hashes, settings_of
+from ..runs.identity import hashed_out, input_hashes, inputs_of, settings_of
+from ..runs.manifest import read_manifest
+from ..data.tables import content_hash, find_sources
+from ..core.files import read_yaml
 from ..runs.launch import environment
 from ..runs.ledger import append_rows, read_json, read_rows, to_restate, write_json
 from .pipeline import full_preset
@@ -62,13 +65,8 @@ def check_overrides(overrides: dict, where: str) -> dict:
 # %% ../../nbs/experiments/07_sweeps.ipynb #d54fb400
 def read_sweep(name) -> dict: # a path, a name, or what such a file would hold -> all of `KEYS`
     "A sweep from its file; ValueError names file, field and fix."
-    import yaml
     if isinstance(name, dict): return checked_sweep(name, "sweep")
-    path = sweep_file(name)
-    try: sweep = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({getattr(error, 'problem', error)}, "
-                         f"{getattr(error, 'problem_mark', '')})") from None
+    sweep = read_yaml(path := sweep_file(name))
     if not sweep:
         raise ValueError(f"{path} is empty; write what varies, such as grid: {{stage2.temperature: [0.02, 0.05]}}")
     if not isinstance(sweep, dict):
@@ -109,6 +107,16 @@ def of_grid(grid: dict) -> dict: # label -> {address: value}
             for changes in combinations}
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #1820e9c4
+def check_arm(label: str, stages: tuple, changes: dict):
+    "ValueError for an arm that would train under a name it cannot have, or whose settings nothing would read."
+    from anchor_nb.evaluation.encoders import YARDSTICKS
+    if label in YARDSTICKS:
+        raise ValueError(f"arm {label}: this is the name of the yardstick {YARDSTICKS[label]}; give the arm another")
+    for address in changes:
+        stage = address.partition(".")[0]
+        if stage in TRAINING and stage not in stages and address != "stage1.model":
+            raise ValueError(f"arm {label}: it has no {stage}, so {address} changes nothing; leave it out")
+
 def arms_of(sweep: dict) -> list: # of `Arm`
     "All arms of a sweep with all seeds; ValueError names the arm and the fix."
     grids, combinations = sweep["grid"] if isinstance(sweep["grid"], list) else [sweep["grid"]], []
@@ -119,17 +127,20 @@ def arms_of(sweep: dict) -> list: # of `Arm`
             raise ValueError(f"arm {label} is {changes!r}; write stage.parameter: value, such as stage1.alpha: 0.5")
         changes = dict(changes)
         start = changes.pop("preset", sweep["preset"])
-        if start not in presets():
+        if start not in list(presets()):
             raise ValueError(f"arm {label}: no preset {start!r}; there are {', '.join(presets())}")
         stages = changes.pop("stages", methods().get(start, {}).get("stages", TRAINING)) or ()
-        stages = (stages,) if isinstance(stages, str) else tuple(stages)
-        if unknown := set(stages) - set(TRAINING):
-            raise ValueError(f"arm {label}: stages has {unknown.pop()!r}; choose among {', '.join(TRAINING)}")
+        stages = tuple(stages) if isinstance(stages, (list, tuple)) else (stages,)
+        if stages not in ((), *((stage,) for stage in TRAINING), TRAINING):
+            raise ValueError(f"arm {label}: stages is {list(stages)}; write [], [stage1], [stage2] or [stage1, stage2]")
         check_overrides(changes, f"arm {label}")
+        check_arm(label, stages, changes)
         seeded = {f"{stage}.seed" for stage in stages[-1:]} & (sweep["base"].keys() | changes.keys())
         if sweep["seeds"] and seeded:
             raise ValueError(f"arm {label}: {seeded.pop()} and seeds are both given, and one run would stand for all "
                              "seeds; leave one of them out")
+        if repeated := {seed for seed in sweep["seeds"] if sweep["seeds"].count(seed) > 1}:
+            raise ValueError(f"seeds has {repeated.pop()} twice; leave one of them out")
         if label in {arm.label for arm in combinations}:
             raise ValueError(f"two arms are called {label!r}; give one another name")
         combinations += [Arm(label, stages, changes, seed, start) for seed in sweep["seeds"] or [None]]
@@ -150,6 +161,10 @@ def node_of(stage: str, values: dict, needs: list, root: Path, nodes: dict) -> N
     recipe = RECIPES[stage](**values | dict(out=str(root)))
     made = [Path(node.parameters["out"]) for node in nodes.values()] # whose names stand for their content
     inside = lambda address, path: any(out in (Path(path), *Path(path).parents) for out in made)
+    for kind, path in inputs_of(recipe).values():
+        if kind == "files" and Path(path).is_dir() and Path(path).resolve() in Path(root).resolve().parents:
+            raise ValueError(f"the sweep's folder {root} lies in {path}, whose content decides which runs are done; "
+                             "choose an out elsewhere")
     out = hashed_out(recipe, input_hashes(recipe, inside), root)
     return nodes.setdefault(out.name, Node(out.name, stage, values | dict(out=str(out)),
                                            tuple(dict.fromkeys(need.name for need in needs))))
@@ -166,6 +181,9 @@ def settings_for(sweep: dict, arm: Arm, stage: str, **wired) -> dict: # paramete
 def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `Node`, in order
     "The nodes that an arm needs, added to `nodes`."
     first = methods().get(arm.preset, {}).get("stages", TRAINING)[0] # of the preset, whose model it starts from
+    if not arm.stages and "stage2.model" in sweep["base"]:
+        raise ValueError(f"arm {arm.label}: it trains nothing, and would be scored without stage2.model; name the "
+                         "model as stage1.model")
     model = (sweep["base"] | arm.overrides).get("stage1.model") or full_preset(arm.preset, first)["model"]
     prepare = settings_for(sweep, arm, "prepare", model=model)
     path = [node_of("prepare", prepare, [], root, nodes)] if prepare["corpora"] else []
@@ -189,8 +207,13 @@ def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `
 # %% ../../nbs/experiments/07_sweeps.ipynb #ade8c1c4
 def plan_sweep(sweep: dict, root: Path) -> tuple: # (name -> `Node`, list of (`Arm`, its nodes' names))
     "The graph of a sweep. All parameters are checked here."
-    nodes = {}
-    return nodes, [(arm, [node.name for node in nodes_of_arm(sweep, arm, Path(root), nodes)]) for arm in arms_of(sweep)]
+    nodes, arms = {}, []
+    for arm in arms_of(sweep):
+        try: arms.append((arm, [node.name for node in nodes_of_arm(sweep, arm, Path(root), nodes)]))
+        except (OSError, ValueError) as error:
+            where = "" if str(error).startswith(f"arm {arm.label}:") else f"arm {arm.label}: "
+            raise (OSError if isinstance(error, OSError) else ValueError)(f"{where}{error}") from None
+    return nodes, arms
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #d1f5c340
 def sweeps() -> dict: # name -> first line of its file
@@ -201,7 +224,16 @@ def sweeps() -> dict: # name -> first line of its file
 # %% ../../nbs/experiments/07_sweeps.ipynb #932affcc
 def is_done(node: Node) -> bool:
     "Whether a node's results are there, and its notebook ran to the end."
-    return bool(finished(Path(node.parameters["out"]), node.stage))
+    out = Path(node.parameters["out"])
+    if not finished(out, node.stage): return False
+    return node.stage not in TRAINING or same_data(read_manifest(out)["data"], node.parameters["data"])
+
+def same_data(recorded: dict, data: str) -> bool: # recorded: of a manifest
+    "Whether a run was trained on what `data` holds now; what is gone, or elsewhere, is not asked."
+    try: sources = find_sources(data)
+    except (OSError, ValueError): return True
+    here = {name: content_hash(source) for name, source in sources.items() if Path(source).exists()}
+    return all(recorded[name]["sha256"] == sha256 for name, sha256 in here.items() if name in recorded)
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #f5c4df5c
 def progress(node: Node) -> str: # such as 12/40, or empty
@@ -431,13 +463,18 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
              ) -> dict:            # done, failed: node -> reason, skipped, ledger
     "Run all arms of a sweep; ValueError or FileNotFoundError before it starts, failures are in the result."
     root = Path(out or "runs/sweeps").expanduser()
+    if root == Path(): root = Path.cwd() # or nothing would tell its folders from any other's
     if at_once < (slurm is None):
         raise ValueError(f"at_once={at_once}: nothing would run; give 1 or more")
     sweep = read_sweep(name)
     sweep |= dict(base=sweep["base"] | check_overrides(dict(given), "-p"), preset=preset or sweep["preset"])
+    for arm in arms_of(sweep):
+        if taken := list(given.keys() & arm.overrides.keys()):
+            raise ValueError(f"-p {taken[0]}: arm {arm.label} sets it itself, and that would count; change it there")
     nodes, arms = plan_sweep(sweep, root)
+    made = [Path(node.parameters["out"]) for node in nodes.values()]
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
-    for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, [root])
+    for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, made)
     state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:

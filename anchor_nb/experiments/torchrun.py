@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from ..core.errors import exit_code, two_lines
+from ..core.files import read_yaml
 from ..runs.launch import find_node, forget_stale_ranks, launch
 from ..core.recipe import RECIPES
 from ..core.presets import preset
@@ -31,13 +32,7 @@ def read_pairs(pairs: list, # texts like "steps=100"
 def read_parameter_file(path: Path, # YAML
                        ) -> dict:   # name -> value
     "Parameters from a file; ValueError names file and line."
-    import yaml
-    try: values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        raise ValueError(f"{path}{line}: not YAML ({getattr(error, 'problem', error)})") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: no UTF-8 ({error.reason}); save it as UTF-8") from None
+    values = read_yaml(path) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path}: write one `name: value` a line, this is {type(values).__name__}")
     if odd := [name for name in values if not isinstance(name, str)]:

@@ -218,6 +218,13 @@ def same_documents(passages: list, repeats: list) -> dict: # document -> its nam
     label = lambda name: name + f" and {often[name] - 1} that nearly repeat it"*(often[name] > 1)
     return {name: label(first[name]) for name in wholes}
 
+def with_twins(corpus: dict, qrels: dict) -> int: # as of `Retrieval`
+    "How many queries have an answer that a passage nearly repeats which does not count as one."
+    first = versions({name: plain(text) for name, text in corpus.items()})
+    names = defaultdict(set)
+    for name, version in first.items(): names[version].add(name)
+    return sum(any(names[first[answer]] - judged.keys() for answer in judged) for judged in qrels.values())
+
 def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences: list = [],
                repeats: list = []) -> dict:
     "Test set, development split, training pairs, and the passages that negatives may come from."
@@ -231,6 +238,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     test, dev, rest = parted(rows, marks, len(pairs), recipe)
     for name, chosen in (("test", test), ("dev", dev)):
         made = as_set(name, rows, chosen, texts, numbers, recipe.test_documents, recipe.seed)
+        if name == "test": twins = with_twins(made.corpus, made.qrels)
         write_test(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
     asked = [*test, *dev]
@@ -243,7 +251,7 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     write_pairs(part/"pairs", "pairs", [rows[n] for n in kept])
     write_lines(part/"pool.jsonl", (dict(text=text) for text in draw(pool, surveyed, recipe.seed)))
     return dict(test=len(read_retrieval(part/"test").queries), dev=len(read_retrieval(part/"dev").queries),
-                train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), surveyed),
+                twins=twins, train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), surveyed),
                 test_documents=len(read_retrieval(part/"test").corpus))
 
 # %% ../../nbs/release/09_adapt.ipynb #9c836f72
@@ -457,9 +465,11 @@ def choose_step(candidates: dict, dev: Retrieval, known: dict,
     sheet = score_systems(dev, systems_of(candidates), known=known)
     have = have_of(sheet)
     scores = {label: system["score"] for label, system in sheet.items() if label not in have}
+    best = best_of(sheet, have)
     same = lambda label: sheet[label]["values"] in [sheet[other]["values"] for other in have]
-    gains = {label: gap(sheet, label, best_of(sheet, have), documents).low
-             for label in [*itertools.filterfalse(same, scores)] or scores}
+    # what ranks as something untrained does is no gain, but better than what falls behind
+    ahead = [label for label, score in scores.items() if not same(label) and score >= sheet[best]["score"]]
+    gains = {label: gap(sheet, label, best, documents).low for label in ahead or scores}
     weights = {label.removesuffix(" + BM25"): system["weight"] for label, system in sheet.items() if "weight" in system}
     return dict(scores=scores, gains=gains, weights=weights, chosen=max(gains, key=gains.get))
 
@@ -507,6 +517,10 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         if read["passages"] > read["documents"]:
             lines.append("Where a pair names a document of several passages, the one in which BM25 finds most of the "
                          "query counts as the answer, which favours BM25.")
+    if split.get("twins"):
+        lines.append(f"The answers of {split['twins']} of the {split['test']} test queries have another passage that "
+                     "nearly repeats them and counts as wrong, so all scores are too low. Remove old versions of your "
+                     "documents.")
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
                  f"mined; chosen on {split['dev']} queries, judged on {split['test']}.")
     for label, facts in candidates.items():
@@ -745,8 +759,9 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     best = judged["systems"][judged["verdict"]["against"]]["score"]
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
                   test_documents=facts["split"]["test_documents"], facts=facts, seconds=steps.seconds, model=model,
-                  advice=advice(grown, made, judged["verdict"], best) + passed_over(judged, facts["split"]["dev"])
-                  + without_training(judged["systems"], documents), keep=to_keep(judged, candidates),
+                  advice=advice(grown, made, judged["verdict"], best, facts["split"]["dev"])
+                  + passed_over(judged, facts["split"]["dev"]) + without_training(judged["systems"], documents),
+                  keep=to_keep(judged, candidates),
                   **judged | dict(systems=beside(judged["systems"], candidates)))
     page = verdict_page(result, str(Path(recipe.out)/"verdict.html"))
     write_json(Path(recipe.out)/"adapt.json", result)
@@ -816,8 +831,8 @@ def outlook(recipe: Adapt) -> list: # of lines
     else:
         pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages))
         pairs += min(recipe.questions, len(passages))
-        what = (f"{pairs:,} titles, links and questions at most; only those with which MiniLM finds the passage again "
-                "are kept, often far fewer")
+        what = (f"{pairs:,} titles, links and questions at most; only those with which BM25 or MiniLM finds the "
+                "passage again are kept, often far fewer")
     test, dev = part_sizes(pairs, recipe)
     left = pairs - test - dev if recipe.pairs else len(sentence_pairs(passages))
     train = min(recipe.train_pairs or left, left)

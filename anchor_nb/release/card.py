@@ -269,7 +269,9 @@ def history(card: CardContent) -> str:
     if card.parts:
         parts = ", ".join(f"{weight:g} of {model}" for model, weight in card.parts)
         how = f"{len(stages)} training runs, whose models were then merged: {parts}"
-    return f"A text embedder{size}, trained from {card.base['name']} with {code_versions(card.runs)} in {how}."
+    _, at, commit = card.runs[0].manifest.get("commit", "").partition("@")
+    base = card.base["name"] + f" (commit {commit[:12]})" * bool(at)
+    return f"A text embedder{size}, trained from {base} with {code_versions(card.runs)} in {how}."
 
 LOADED = "This is "
 

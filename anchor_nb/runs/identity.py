@@ -59,6 +59,14 @@ CONTENT = dict(
     code=lambda name: content_at(code_file(name)),
     instructions=lambda path: "" if path in NAMES else content_at(path))
 
+def same_place(kind: str, one, other) -> bool: # kind: of `CONTENT`, or empty
+    "Whether two values of a setting are equal, or two spellings of one path; a run and its model are one."
+    if one == other or not kind or not isinstance(one, str) or not isinstance(other, str): return one == other
+    places = [Path(os.path.abspath(os.path.expanduser(path))) for path in (one, other)]
+    if kind in ("model", "run"):
+        places = [place/"model" if (place/"model").is_dir() else place for place in places]
+    return places[0] == places[1] and places[0].exists()
+
 def same_content(kind: str, path: str, content: str, recorded: str | None) -> bool: # kind: of `CONTENT`
     "Whether an input has the recorded content; records of older versions are understood."
     return content == recorded or kind in ("model", "run") and CONTENT[kind](path, whole=True) == (recorded or "")
@@ -132,7 +140,8 @@ def hashed_out(recipe,       # a recipe; its own `out` does not count
     "The folder under `root` that belongs to this stage, these settings and these inputs."
     stage, settings = type(recipe).__name__.lower(), settings_of(recipe)
     for address, sha256 in inputs.items(): settings = with_content(settings, address, sha256)
-    text = json.dumps([stage, __version__, engine_of(stage), settings], sort_keys=True).replace(f"{Path(root)}/", "@/")
+    place = json.dumps(f"{Path(root)}/")[1:-1] # as it stands in the text, where a letter such as ü is escaped
+    text = json.dumps([stage, __version__, engine_of(stage), settings], sort_keys=True).replace(place, "@/")
     return Path(root)/f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 # %% ../../nbs/runs/05_identity.ipynb #3d32f89a

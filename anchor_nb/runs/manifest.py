@@ -10,9 +10,12 @@ import json, os, shlex, signal, traceback
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from .identity import engine_of, inputs_beside, inputs_of, recipe_sha256, same_content, settings_of
+from .identity import (engine_of, inputs_beside, inputs_of, recipe_sha256, same_content, same_place,
+                                     settings_of)
 from .ledger import read_json, write_json
-from .provenance import code_version, gpu_names, library_versions, machine, peak_gpu_memory, peak_memory
+from .provenance import (code_version, file_facts, gpu_names, library_versions, machine, peak_gpu_memory,
+                                       peak_memory)
+from ..core.files import has_weights
 from ..core.settings import default
 from ..core.progress import running_shell
 from ..core.redaction import hide, secret_values, without_secrets
@@ -53,7 +56,9 @@ def other_settings(manifest: dict, recipe) -> list: # sentences
     there = {name: value for name, value in manifest["recipe"].items() if name in here or name not in known}
     younger = {f.name: default(f) for f in fields(recipe) if f.name in here} # a run before them had their defaults
     there = younger | recipe.fixed | there
-    changed = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    kinds = {f.name: f.metadata["reads"] for f in fields(recipe)}
+    changed = [name for name in {**there, **here}
+               if not same_place(kinds.get(name), there.get(name), here.get(name))]
     differing = [f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in changed]
     made = manifest.get("engine", {})
     return differing + [f"it was made by {part} code {made.get(part, 'without a number')}, and this is {number}"
@@ -120,8 +125,15 @@ LEFTOVERS = ("metrics.jsonl", "model", "snapshots", "checkpoint-*") # what only 
 # %% ../../nbs/runs/06_manifest.ipynb #b57c8e06
 def is_complete(out: Path, manifest: dict) -> bool:
     "Whether a run came to its end; training whose model is gone is to be repeated."
-    trains = manifest["stage"] in ("stage1", "stage2")
-    return manifest["status"] == "complete" and (not trains or (Path(out)/"model").is_dir())
+    if manifest["status"] != "complete": return False
+    if manifest["stage"] in ("stage1", "stage2"): return has_weights(Path(out)/"model")
+    return manifest["stage"] != "prepare" or all((Path(out)/name).is_file() for name in manifest["data"])
+
+def edited(out: Path, manifest: dict) -> list: # of names
+    "The files of a complete run of `prepare` that are not as it wrote them."
+    written = manifest["data"].items() if (manifest["stage"], manifest["status"]) == ("prepare", "complete") else ()
+    return [name for name, facts in written
+            if (Path(out)/name).is_file() and file_facts(Path(out)/name)["sha256"] != facts["sha256"]]
 
 def is_untrained(out: Path, manifest: dict) -> bool:
     "Whether a training run failed before its first step, so that it may start over with other settings."
@@ -150,6 +162,8 @@ def start_run(out: Path,          # the run folder
     if differing:
         raise ValueError(f"{out} holds another run: {'; '.join(differing)}. Give another out, or delete that folder to "
                          "start over")
+    if changed := edited(out, manifest):
+        raise ValueError(f"{out/changed[0]} has changed since it was written; put it back, or give another out")
     if is_complete(out, manifest): return "done"
     manifest["starts"].append(now())
     write_json(out/"run.json", manifest | dict(status="running"))

@@ -27,9 +27,9 @@ from ..losses.objectives import is_own, own_objective
 from ..models.attention import choose_attention, is_causal
 from ..models.backbone import check_causal
 from ..models.loading import small_files, training_formatter
-from ..models.resolve import start_of
+from ..models.resolve import at_commit, start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
-from ..runs.identity import engine_of, inputs_beside, same_content, settings_of
+from ..runs.identity import engine_of, inputs_beside, same_content, same_place, settings_of
 from .defaults import begun_with, decide, pair_lengths
 
 # %% ../../nbs/training/08_inputs.ipynb #8695a02f
@@ -51,6 +51,7 @@ class Resolved:
         self.model = start_of(recipe.model)        # folder or hub id of whole weights
         check_causal(self.model)
         self.config = AutoConfig.from_pretrained(self.model)
+        self.commit = "" if Path(self.model).is_dir() else at_commit(self.model) # name@commit of a model on the hub
         self.masks = getattr(recipe, "hide_template", False) or getattr(recipe, "attention_dropout", 0) > 0
         self.attention = choose_attention(recipe.attention, recipe.precision, self.masks) # what transformers is told
         self.formatter = training_formatter(self.model, recipe) # tokenizer, template, [EOS] and max_length
@@ -243,6 +244,7 @@ class Record:
         self.pooling, self.bidirectional = inputs.recipe.pooling, inputs.recipe.bidirectional
         self.stage = inputs.stage
         self.base = str(base.resolve()) if base.is_dir() else inputs.name # the model that the run started from
+        self.commit = inputs.commit
         self.data = inputs.data                      # dataset -> sha256 and rows
         drawn = {name: inputs.tables[name] for name in inputs.drawn}
         self.instructions = instructions_given(drawn, inputs.instructions) if first else {} # of queries
@@ -268,7 +270,7 @@ def changes_of(before: dict, record: Record) -> str: # empty: the same run
     # a setting that is younger than the run had its default
     there = {f.name: default(f) for f in fields(RECIPES[record.stage])} | before["recipe"]
     changed = [f"{name} is {there[name]!r} there and {value!r} here" for name, value in record.recipe.items()
-               if there[name] != value]
+               if not same_place(kinds.get(name), there[name], value)]
     fix = "choose another out, or delete that folder to start over"
     return f"is of another run: {'; '.join(changed)}; {fix}" if changed else ""
 
@@ -280,3 +282,7 @@ def check_same_run(out: Path, record: Record):
         except ValueError: continue # damaged, which is said when it is to be resumed from
         if changes := changes_of(before, record):
             raise ValueError(f"{folder} {changes}")
+        begun, adapted = before.get("commit"), (folder/"adapter_config.json").is_file()
+        if begun and adapted and begun != record.commit: # whole weights need their start no more
+            warnings.warn(f"the adapters in {folder} were trained on {begun}, and this run has {record.commit}; if the "
+                          "weights differ, choose another out")

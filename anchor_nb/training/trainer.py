@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, Trainer, TrainingArguments
 from ..core.distributed import all_reduce, of_first_rank, world
-from ..core.files import replace_folder, saving, seal, sync
+from ..core.files import has_weights, replace_folder, saving, seal, sync
 from ..core.progress import announce, without_bars
 from ..core.recipe import Training
 from ..data.prompts import Formatter, pooling_tokens, save_layout
@@ -347,6 +347,7 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
                  parameters=sum(p.numel() for p in module.parameters()),
                  trainable=sum(p.numel() for p in module.parameters() if p.requires_grad), last=trainer.facts,
                  forecast=expected)
+    if inputs.commit: facts["commit"] = inputs.commit # of the model on the hub that the run started from
     if trainer.carrying: facts |= dict(carried=trainer.carrying.last, carried_seconds=trainer.carrying.seconds)
     with saving(out/".model", "the finished model", clean=trainer.is_world_process_zero()):
         write_model(module, inputs, save, out/".model")
@@ -362,7 +363,7 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
 # %% ../../nbs/training/09_trainer.ipynb #5197504d
 def finished(out: Path, keep_every: int) -> dict | None: # facts, as `finish` gives them; None: it is not
     "What a finished run says of itself."
-    if not (out/"model"/"facts.json").exists(): return None
+    if not (out/"model"/"facts.json").exists() or not has_weights(out/"model"): return None
     drop_checkpoints(out, keep_every=keep_every) # of a run that was killed between its last breaths
     return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
 

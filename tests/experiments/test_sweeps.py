@@ -16,7 +16,11 @@ import warm
 from anchor_nb.runs import ledger as ledgers
 from anchor_nb.experiments import sweeps
 from anchor_nb.data.corpora import build_corpus
+from anchor_nb.data.tables import content_hash
 from anchor_nb.core.presets import methods
+from anchor_nb.core.recipe import Prepare
+from anchor_nb.runs.manifest import finish_run, start_run
+from anchor_nb.runs.provenance import file_facts
 
 SMALL = {"stage1.steps": 6, "stage1.global_batch": 4, "stage2.global_batch": 4, "stage1.max_length": 32,
          "stage2.max_length": 32, "stage2.steps": 4, "stage2.snapshot_steps": 0,
@@ -40,6 +44,7 @@ def write(path, **said):
     ("base: {stage1.stepz: 3}", "did you mean steps"),
     ("- a", "write fields such as preset"),
     ("preset: [", "not YAML"),
+    ("arms:\n  a: {stage2.temperature: 0.02}\n  a: {stage2.temperature: 0.05}", "line 3: not YAML .'a' is there twice"),
 ])
 def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
     (tmp_path/"mine.yaml").write_text(text)
@@ -51,12 +56,35 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
     (dict(preset="smok"), "no preset 'smok'"),
     (dict(arms={"e5": {"preset": "e6"}}), "arm e5: no preset 'e6'"),
     (dict(grid={"stage1.alpha": [0.2, 2]}), r"alpha must lie in \[0, 1\]"),
-    (dict(arms={"a": {"stages": ["stage9"]}}), "arm a: stages has 'stage9'"),
+    (dict(arms={"a": {"stages": ["stage9"]}}), r"arm a: stages is \['stage9'\]; write"),
+    (dict(arms={"a": {"stages": ["stage2", "stage1"]}}), r"arm a: stages is \['stage2', 'stage1'\]; write"),
+    (dict(arms={"a": {"stages": 2}}), r"arm a: stages is \[2\]; write"),
+    (dict(arms={"a": {"preset": ["smoke"]}}), r"arm a: no preset \['smoke'\]"),
+    (dict(arms={"bm25": {}}), "arm bm25: this is the name of the yardstick BM25"),
+    (dict(arms={"a": {"stages": ["stage2"], "stage1.alpha": 0.5}}), "arm a: it has no stage1, so stage1.alpha changes"),
+    (dict(base={"stage2.model": "tiny"}, arms={"a": {"stages": []}}), "arm a: it trains nothing"),
+    (dict(arms={"a": {"stage1.alpha": "2o"}}), "arm a: alpha='2o' is not a number"),
+    (dict(seeds=[1, 1]), "seeds has 1 twice"),
     (dict(arms={"alpha=0.2": {}}, grid={"stage1.alpha": [0.2]}), "two arms are called"),
 ])
 def test_wrong_arms_are_refused_before_anything_runs(tmp_path, said, message):
     with pytest.raises(ValueError, match=message): sweeps.run_sweep(write(tmp_path/"s.yaml", **said), tmp_path/"root")
     assert not (tmp_path/"root").exists()
+
+
+def test_a_setting_that_an_arm_has_itself_is_not_given_for_all(tmp_path):
+    said = write(tmp_path/"s.yaml", base=SMALL, arms={"a": {"stage2.temperature": 0.1}, "b": {}})
+    with pytest.raises(ValueError, match="-p stage2.temperature: arm a sets it itself"):
+        sweeps.run_sweep(said, tmp_path/"root", dry_run=True, given={"stage2.temperature": 0.5})
+
+
+def test_a_root_inside_the_data_is_refused(tmp_path, monkeypatch):
+    "Each log would be a change of the data, and all would be trained again."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"pairs.jsonl").write_text(json.dumps(dict(query="a", positive="b")) + "\n")
+    said = write(tmp_path/"s.yaml", base=SMALL | {"stage2.data": "."}, arms={"a": {"stages": ["stage2"]}})
+    with pytest.raises(ValueError, match="the sweep's folder runs lies in ., whose content decides"):
+        sweeps.run_sweep(said, "runs", dry_run=True)
 
 
 def test_an_unknown_name_lists_the_known():
@@ -113,8 +141,39 @@ def test_inputs_from_outside_count_with_their_content(tmp_path):
 
 def test_the_root_can_be_moved(tmp_path):
     sweep = dict(preset="smoke", base={}, seeds=[1], arms={}, grid=[])
-    first, second = (list(sweeps.plan_sweep(sweep, tmp_path/place)[0]) for place in "ab")
-    assert first == second
+    first, second, third = (list(sweeps.plan_sweep(sweep, tmp_path/place)[0]) for place in ("a", "b", "läufe"))
+    assert first == second == third
+
+
+def test_a_node_is_done_only_with_its_weights_and_of_the_data_that_is_there(tmp_path):
+    pairs, out = tmp_path/"pairs.jsonl", tmp_path/"run"
+    pairs.write_text(json.dumps(dict(query="a", positive="b")) + "\n")
+    (out/"model").mkdir(parents=True)
+    (out/"model"/"model.safetensors").write_text("")
+    ledgers.write_json(out/"run.json", dict(stage="stage2", status="complete",
+                                            data=dict(pairs=dict(sha256=content_hash(str(pairs)), rows=1))))
+    node = sweeps.Node("run", "stage2", dict(out=str(out), data=str(pairs)), ())
+    assert sweeps.is_done(node)
+    (out/"model"/"model.safetensors").unlink()
+    assert not sweeps.is_done(node)
+    (out/"model"/"model.safetensors").write_text("")
+    pairs.write_text(json.dumps(dict(query="a", positive="c")) + "\n")
+    assert not sweeps.is_done(node), "the file was another while it trained, or since"
+
+
+def test_prepared_pairs_that_were_edited_or_removed_are_not_taken_for_finished(tmp_path):
+    recipe, file = Prepare(out=str(tmp_path/"data"), corpora=["toy"]), tmp_path/"data"/"pairs"/"toy.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("{}\n")
+    start_run(recipe.out, recipe)
+    finish_run(recipe.out, data={"pairs/toy.jsonl": file_facts(file)})
+    node = sweeps.Node("data", "prepare", dict(out=recipe.out), ())
+    assert sweeps.is_done(node) and start_run(recipe.out, recipe) == "done"
+    file.write_text("{} \n")
+    assert not sweeps.is_done(node)
+    with pytest.raises(ValueError, match="toy.jsonl has changed since it was written"): start_run(recipe.out, recipe)
+    file.unlink()
+    assert not sweeps.is_done(node) and start_run(recipe.out, recipe) == "resume"
 
 
 # ---- a real one ----

@@ -241,6 +241,21 @@ def test_a_candidate_that_training_did_not_change_is_not_preferred_to_one_that_m
     assert module.choose_step(dict(a={}, b={}), None, {})["chosen"] == "b"
 
 
+def test_what_falls_behind_is_not_preferred_to_what_ranks_as_before(monkeypatch):
+    "Where fused rankings tie, the tuned model alone is no better candidate for being unlike them."
+    values = {"bm25": [0.8]*40, "minilm": [0.1]*40, "minilm + BM25": [0.9]*40, "a": [0.4, 0.2]*20, "a + BM25": [0.9]*40}
+    sheet = {label: dict(values=dict(enumerate(of)), score=sum(of)/40) for label, of in values.items()}
+    monkeypatch.setattr(module, "score_systems", lambda *_, **__: sheet)
+    monkeypatch.setattr(module, "systems_of", lambda candidates: sheet)
+    assert module.choose_step(dict(a={}), None, {})["chosen"] == "a + BM25"
+
+
+def test_answers_that_another_passage_nearly_repeats_are_counted():
+    text = " ".join(f"word{n}" for n in range(60))
+    corpus = dict(one=text, twin=text + " more", other="something else entirely")
+    assert module.with_twins(corpus, dict(q1={"one": 1}, q2={"other": 1}, q3={"one": 1, "twin": 1})) == 1
+
+
 def test_what_is_delivered_is_the_surer_gain(monkeypatch):
     "Of two candidates, the one that gains 5 points on every query, not the one that gains 20 on half and loses 8."
     values = dict(bm25=[0.2]*40, minilm=[0.5]*40, sure=[0.55]*40, wild=[0.7, 0.42]*20)

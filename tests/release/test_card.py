@@ -80,6 +80,13 @@ def test_the_card_tells_both_stages_data_limits_and_nothing_of_this_machine(runs
     assert str(runs) not in text and str(Path.home()) not in text and not re.search(r"/(tmp|home|root)/", text)
 
 
+def test_a_card_names_the_commit_of_a_base_on_a_hub(runs):
+    known = card.gather(str(runs/"anchor"))
+    assert "trained from a random model with" in card.history(known)
+    known.runs[0].manifest["commit"] = f"org/base@{'a'*40}"
+    assert "trained from a random model (commit aaaaaaaaaaaa) with" in card.history(known)
+
+
 def test_a_card_says_whether_anchors_carry(runs, exported):
     "Two steps of stage I teach nothing, and the card says so, under stage I and nowhere else."
     text = (exported/"README.md").read_text()

@@ -3,7 +3,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +153,20 @@ def test_a_run_of_code_that_gives_other_results_is_not_taken_for_this_one(tmp_pa
     monkeypatch.setitem(ENGINE, "training", 99)
     assert hashed_out(made, {}, "root") != node
     with pytest.raises(ValueError, match="made by training code .*, and this is 99"): runs.start_run(tmp_path, made)
+
+
+def test_one_path_may_be_spelled_in_several_ways(tmp_path, monkeypatch):
+    "A run that was begun with a relative path resumes with the absolute one; other paths are other runs."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"base"/"model").mkdir(parents=True)
+    (tmp_path/"base"/"model"/"config.json").write_text("{}")
+    (tmp_path/"pairs.jsonl").write_text("{}\n")
+    made = Stage2(out="run", model="base", data="pairs.jsonl")
+    runs.start_run("run", made)
+    for model, data in ((f"{tmp_path}/base", "./pairs.jsonl"), ("base/model", f"{tmp_path}/pairs.jsonl")):
+        assert runs.start_run("run", replace(made, model=model, data=data)) == "resume"
+    with pytest.raises(ValueError, match="data is 'pairs.jsonl' there and 'other.jsonl' here"):
+        runs.start_run("run", replace(made, data="other.jsonl"))
 
 
 @pytest.mark.parametrize("changed", ["instructions", "engine", "stage"])

@@ -124,6 +124,7 @@ def test_a_failing_run_stays_running_and_resumes(tmp_path):
     assert runs.read_manifest(tmp_path/"r")["status"] == "running"
     assert runs.start_run(tmp_path/"r", stage("stage1")) == "resume"
     (tmp_path/"r/model").mkdir()
+    (tmp_path/"r/model/model.safetensors").touch()
     runs.finish_run(tmp_path/"r", loss=1.0)
     assert runs.start_run(tmp_path/"r", stage("stage1")) == "done"
     assert runs.read_manifest(tmp_path/"r")["loss"] == 1.0
@@ -413,6 +414,25 @@ def test_values_are_judged_before_a_stage_starts(name, parameters, message, monk
 
 
 SHOW = "print('SEEN', repr((steps, rate, flag, name, items, map)))"
+
+
+def test_a_notebook_does_not_replace_what_is_none(tmp_path):
+    "Such as the pairs, where --output stands for --out."
+    (pairs := tmp_path/"pairs.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="pairs.jsonl is there and is no notebook.*such as pairs.ipynb"):
+        stage_runs.run_stage("stage2", dict(data=str(pairs), model="tiny", out=str(tmp_path/"run")), output=pairs)
+    assert pairs.read_text() == "{}\n" and not (tmp_path/"run").exists()
+
+
+def test_an_evaluation_is_refused_before_it_writes_into_a_model(tmp_path):
+    "Whose hash a failed notebook beside the weights would change."
+    from anchor_nb.models.resolve import resolve_model
+    shutil.copytree(resolve_model("tiny"), model := tmp_path/"run"/"model")
+    before = sorted(path.name for path in model.iterdir())
+    with pytest.raises(ValueError, match="lies in models="):
+        stage_runs.run_stage("evaluate", dict(models=dict(mine=str(tmp_path/"run")), benchmark="local",
+                                              out=str(model/"scores")))
+    assert sorted(path.name for path in model.iterdir()) == before
 
 
 def test_the_kernel_sees_the_values_and_their_types(tmp_path):

@@ -362,3 +362,27 @@ def test_the_disk_is_asked_for_checkpoints_too():
     assert disk_needed(model, saving(100), 0) == 400 + 3*3*400 and disk_needed(model, saving(100), 2) == 400 + 3*400
     assert disk_needed(model, saving(4), 0) == 400 + 3*400, "only if the run is told to stop"
     assert disk_needed(model.requires_grad_(False), saving(100), 0) == 400, "adapters are all that a checkpoint has"
+
+
+def test_a_run_records_the_commit_of_its_base(tmp_path, monkeypatch):
+    "Adapters trained on one state of a model on the hub are not gone on with on another without a word."
+    from anchor_nb.models.resolve import resolve_model
+    from anchor_nb.training.inputs import Record, check_inputs
+    from anchor_nb.training.trainer import check_same_run, train
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path/"hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    place = tmp_path/"hub"/"models--org--base"
+    for commit in ("a"*40, "b"*40): shutil.copytree(resolve_model("tiny"), place/"snapshots"/commit)
+    (place/"refs").mkdir()
+    (place/"refs"/"main").write_text("a"*40)
+    asked = recipe(Stage2, tmp_path/"run", steps=2, model="org/base", lora_rank=2, precision="fp32",
+                   warmup_steps=1)
+    facts = train(asked)
+    assert facts["commit"] == f"org/base@{'a'*40}"
+    (tmp_path/"run"/"checkpoint-1").mkdir()
+    shutil.copy(tmp_path/"run"/"model"/"anchor_nb.json", tmp_path/"run"/"checkpoint-1")
+    (place/"refs"/"main").write_text("b"*40)
+    check_same_run(tmp_path/"run", record := Record(check_inputs(asked))) # whole weights
+    (tmp_path/"run"/"checkpoint-1"/"adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="trained on org/base@a{40}, and this run has org/base@b"):
+        check_same_run(tmp_path/"run", record)
