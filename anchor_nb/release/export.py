@@ -118,11 +118,19 @@ def for_all_readers(config: dict, dimensions: list = ()) -> dict:
     if dimensions: old.update(is_matryoshka=True, matryoshka_dimensions=sorted({*dimensions, config["hidden_size"]}))
     return config | old
 
+def check_range(model, dtype: str):
+    "ValueError for a finite weight that would be infinite in a dtype."
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and (weight.to(getattr(torch, dtype)).isinf() & weight.isfinite()).any():
+            raise ValueError(f"{name} has a weight of {weight.abs().max():g}, which {dtype} cannot hold; export with "
+                             "dtype=bfloat16 or float32")
+
 def write_weights(embedder: AnchorEmbedder, folder: Path, dtype: str, head: bool, dimensions: list):
     "Save the decoder, or the whole language model, in one dtype; ValueError when there is no head to keep."
     if head and not has_head(embedder.lm.config):
         raise ValueError("the model has no language-model head; leave out head")
     model = embedder.lm if head else trunk_of(embedder.lm)
+    check_range(model, dtype)
     with without_bars(): model.to(getattr(torch, dtype)).save_pretrained(folder)
     config = json_or_empty(folder/"config.json") | dict(dtype=dtype)
     write_json(folder/"config.json", for_all_readers(config, dimensions))
@@ -352,8 +360,8 @@ def check(model: str,     # what was exported
             ours = embedder.encode(texts, instructions.get(side, ""), role=side)
             theirs = getattr(peer, f"encode_{side}")(texts)
             for key in (name, f"{padding}_padding"):
-                differences[key] = max(differences.get(key, 0.0), float(np.abs(ours - theirs).max()))
-    largest, allowed = max(differences.values()), allowed_difference(model, out)
+                differences[key] = float(np.maximum(differences.get(key, 0.0), np.abs(ours - theirs).max())) # keeps NaN
+    largest, allowed = float(np.max(list(differences.values()))), allowed_difference(model, out)
     tokens = other_tokens(embedder, peer, facts, SHORT + long)
     return differences | dict(largest=largest, allowed=allowed, other_tokens=tokens,
                               same=largest <= allowed and not tokens)

@@ -389,6 +389,19 @@ def test_a_check_notices(tmp_path):
     assert not spoil("config.json", rope_theta=5e5, rope_parameters=dict(rope_theta=5e5, rope_type="default"))["same"]
 
 
+def test_vectors_that_are_not_finite_are_never_the_same(tmp_path):
+    from safetensors.torch import load_file, save_file
+    export(model := checkpoint(tmp_path/"m"), tmp_path/"out")
+    weights = load_file(file := tmp_path/"out/model.safetensors")
+    save_file(weights | {"norm.weight": weights["norm.weight"]*torch.nan}, file, dict(format="pt"))
+    assert not check(model, tmp_path/"out")["same"]
+    weights = load_file(file := Path(model)/"model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
+    save_file(weights, file, dict(format="pt"))
+    with pytest.raises(ValueError, match="up_proj.weight has a weight of 100000, which float16 cannot hold"):
+        export(model, tmp_path/"half", dtype="float16")
+
+
 def test_a_misspelt_name_of_an_instruction_is_not_one():
     from anchor_nb.release.export import query_instruction
     known = dict(msmarco_passage="Given a question, find its answer", nq="Find it")
