@@ -491,3 +491,11 @@ def test_saved_weights_are_as_readable_as_the_other_files(embedder, tmp_path):
     embedder.save_pretrained(tmp_path/"saved")
     modes = {(tmp_path/"saved"/name).stat().st_mode for name in ("model.safetensors", "config.json")}
     assert len(modes) == 1, [oct(mode) for mode in modes]
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "modules.json", "1_Pooling", "gguf"])
+def test_a_model_is_not_saved_where_files_of_another_would_win(embedder, tmp_path, name):
+    for _ in range(2): embedder.save_pretrained(tmp_path)
+    (tmp_path/name).mkdir()
+    with pytest.raises(ValueError, match=f"holds {name} of another model, .*; choose another folder"):
+        embedder.save_pretrained(tmp_path)
