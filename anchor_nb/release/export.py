@@ -24,6 +24,7 @@ from ..models.backbone import has_head, trunk_of
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import chain, json_or_empty, small_files
 from ..models.resolve import base_of, find_model
+from ..runs.identity import model_content
 
 # %% ../../nbs/release/00_export.ipynb #f6d0403e
 POOLING_MODES = {"eos": "lasttoken", "last": "lasttoken", "mean": "mean_tokens", "weighted_mean": "weightedmean_tokens",
@@ -266,8 +267,10 @@ def write_folder(embedder: AnchorEmbedder, part: Path, named: dict, prompts: dic
     write_modules(embedder, part, prompts, default)
     facts = dict(pooling=embedder.pooling, normalize=embedder.normalize, prompts=prompts,
                  bidirectional=not is_causal(embedder.lm.config))
-    save_layout(part, embedder.formatter.layout, **facts, exported=dict(version=__version__, instructions=named),
-                **dict(base=base) if base else {})
+    if base: # whose content is that of the training, where it is on record
+        trained_on = stored_facts(embedder.sources[0]).get("inputs", {}).get("model") or model_content(base)
+        facts |= dict(base=base) | (dict(inputs=dict(model=trained_on)) if trained_on else {})
+    save_layout(part, embedder.formatter.layout, **facts, exported=dict(version=__version__, instructions=named))
 
 ADAPTED = "adapted.json" # in the folder of a model that `adapt` delivered: what its card says
 

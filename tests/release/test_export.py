@@ -296,6 +296,17 @@ def test_an_adapter_alone_and_merged(tmp_path):
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path/"merged").rglob("*.json"))
 
 
+def test_an_exported_adapter_notices_another_base(tmp_path):
+    model = snapshot(tmp_path/"snapshots/step-5", base := checkpoint(tmp_path/"base"))
+    export(model, tmp_path/"out", adapter=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        before = AnchorEmbedder.from_pretrained(tmp_path/"out").encode("x")
+    checkpoint(base, rope_parameters=dict(rope_type="default", rope_theta=100.0))
+    with pytest.warns(UserWarning, match="which has changed since"):
+        assert abs(AnchorEmbedder.from_pretrained(tmp_path/"out").encode("x") - before).max() > 1e-4
+
+
 def test_a_run_of_stage_two_and_its_snapshot(tmp_path):
     "As training leaves them: the finished model merged, the snapshot as an adapter; nothing says where they were made."
     run(recipe(Stage2, tmp_path/"run", steps=2, negatives=2, lora_rank=4, snapshot_steps=1, instructions="corpora",
