@@ -17,6 +17,7 @@ from ..core.progress import progress, without_bars
 from ..data.prompts import save_layout, stored_facts
 from .attention import is_causal
 from .inputs import Precision, as_rows, as_texts, beginning, in_precision, unboxed, whole_number
+from .loading import kept_recipe
 from .packing import cut_by_tokens
 
 # %% ../../nbs/models/08_interface.ipynb #8ebc5e54
@@ -168,9 +169,11 @@ class Saved(Comparing):
         share_weights(folder, "*.safetensors")
         self.tokenizer.save_pretrained(folder)
         facts = dict(prompts=self.prompts, normalize=self.normalize, bidirectional=not is_causal(self.lm.config))
-        trained = [stored_facts(source) for source in getattr(self, "sources", ()) if Path(source).is_dir()]
+        sources = [source for source in getattr(self, "sources", ()) if Path(source).is_dir()]
+        trained = map(stored_facts, sources)
         facts["instructions"] = next((known["instructions"] for known in trained if "instructions" in known), {})
-        usual = dict(prompts={}, normalize=True, bidirectional=False, instructions={})
+        facts["recipe"] = next(filter(None, map(kept_recipe, sources)), {})
+        usual = dict(prompts={}, normalize=True, bidirectional=False, instructions={}, recipe={})
         save_layout(folder, self.formatter.layout, pooling=self.pooling, **{name: fact for name, fact in facts.items()
                                                                             if fact != usual[name]})
 

@@ -22,7 +22,7 @@ from ..models.loading import SEARCH
 from ..models.attention import is_causal
 from ..models.backbone import has_head, trunk_of
 from ..models.embedder import AnchorEmbedder
-from ..models.loading import chain, json_or_empty, small_files
+from ..models.loading import chain, json_or_empty, kept_recipe, small_files
 from ..models.resolve import base_of, find_model
 from ..runs.identity import model_content
 
@@ -270,6 +270,7 @@ def write_folder(embedder: AnchorEmbedder, part: Path, named: dict, prompts: dic
     if base: # whose content is that of the training, where it is on record
         trained_on = stored_facts(embedder.sources[0]).get("inputs", {}).get("model") or model_content(base)
         facts |= dict(base=base) | (dict(inputs=dict(model=trained_on)) if trained_on else {})
+    if recipe := kept_recipe(embedder.sources[0]): facts["recipe"] = recipe
     save_layout(part, embedder.formatter.layout, **facts, exported=dict(version=__version__, instructions=named))
 
 ADAPTED = "adapted.json" # in the folder of a model that `adapt` delivered: what its card says

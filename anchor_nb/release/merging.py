@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from ..core.files import check_whole, keep_apart, new_folder, saving, write_text
 from ..data.prompts import LAYOUT_FILE, Layout, stored_facts
-from ..models.loading import chain, json_or_empty, kind_of
+from ..models.loading import chain, json_or_empty, kept_recipe, kind_of
 from ..models.resolve import base_of, find_model
 from ..runs.identity import content_at
 
@@ -149,6 +149,9 @@ def write_use(folders: list, target: Path):
     used = {key: facts[key] for key in USE if key in facts}
     asked = [known["instructions"] for folder in folders if "instructions" in (known := stored_facts(str(folder)))]
     if asked and all(known == asked[0] for known in asked): used["instructions"] = asked[0]
+    first, *others = [kept_recipe(str(folder)) for folder in folders if stored_facts(str(folder))]
+    recipe = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    if recipe: used["recipe"] = recipe
     write_text(target/LAYOUT_FILE, json.dumps(used, indent=1, ensure_ascii=False) + "\n")
 
 # %% ../../nbs/release/01_merging.ipynb #622f1caf

@@ -466,6 +466,35 @@ def test_what_is_saved_again_keeps_what_its_queries_were_asked_with(tmp_path):
     assert searching.trained_instruction(str(tmp_path/"again")) == "Find the answer"
 
 
+def test_copies_exports_and_merges_know_how_stage_one_decoded_and_that_there_were_no_instructions(tmp_path):
+    from dataclasses import fields
+    from anchor_nb.data.corpora import build_corpus
+    from anchor_nb.data.prompts import save_layout
+    from anchor_nb.inference.decoding import rules_of
+    from anchor_nb.losses.reconstruction import DecodeRules
+    from anchor_nb.models.loading import DECODING
+    from anchor_nb.release.export import export
+    from anchor_nb.release.merging import merge_models
+    from anchor_nb.release.serving import find_corpus, open_rankers
+    rules, plain = DecodeRules("sequence", anchor_scale=2.0, anchor_sink=True), AnchorEmbedder.from_pretrained("tiny")
+    assert DECODING == tuple(part.name for part in fields(DecodeRules))
+    for name, facts in dict(one=dict(recipe=vars(rules)),
+                            two=dict(base=str(tmp_path/"one"), recipe=dict(instructions="none"))).items():
+        plain.save_pretrained(tmp_path/name)
+        save_layout(tmp_path/name, plain.formatter.layout, pooling="eos", **facts)
+    AnchorEmbedder.from_pretrained(tmp_path/"two").save_pretrained(tmp_path/"saved")
+    export(str(tmp_path/"two"), str(tmp_path/"exported"))
+    merge_models([str(tmp_path/"two"), str(tmp_path/"saved")], str(tmp_path/"merged"))
+    for name in ("two", "saved", "exported", "merged"):
+        assert rules_of(str(tmp_path/name)) == rules
+        assert not searching.takes_instruction(str(tmp_path/name), plain.formatter.layout, "Find it")
+    ranker, = open_rankers([str(tmp_path/"exported")], find_corpus(str(build_corpus("toy")/"eval")))
+    assert not ranker.takes("Find it")
+    merge_models([str(tmp_path/"two"), str(tmp_path/"one")], str(tmp_path/"both"))
+    assert rules_of(str(tmp_path/"both")) == rules
+    assert searching.takes_instruction(str(tmp_path/"both"), plain.formatter.layout, "Find it")
+
+
 def test_an_instruction_does_not_run_into_the_query_of_a_model_that_takes_none(tmp_path):
     from anchor_nb.data.prompts import save_layout
     plain = AnchorEmbedder.from_pretrained("tiny")
