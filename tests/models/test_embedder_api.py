@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -160,6 +161,11 @@ def test_what_is_plainly_meant_is_taken(embedder):
                                              "ids "
                                              "that differ"), (lambda e: Index(e, ["a"]*64, np.ones(64)),
                                                               "vectors have 1 dimensions; give"),
+    (lambda e: Index(e, None), "texts is NoneType; give"), (lambda e: Index(e, {"a": None}), "text 0 is NoneType"),
+    (lambda e: Index(e, pandas.DataFrame(dict(text=["a"]))), "texts is DataFrame"),
+    (lambda e: Index(e, ["a"]).search(None), "texts is NoneType"),
+    (lambda e: Index(e, ["a"]).search({"q1": "cats"}), "texts is dict; give a string or a list of strings"),
+    (lambda e: Index(e, ["a"]).search("a", bm25="0.5"), "bm25='0.5'; give a weight from 0"),
     (lambda e: e.similarity(np.ones((1, 3)), np.ones((1, 4))), "vectors of 3 and of 4 numbers have no cosine"),
     (lambda e: AnchorEmbedder.from_pretrained("tiny", max_length="64"), "max_length='64' is str"),
     (lambda e: AnchorEmbedder.from_pretrained("tiny", bidirectional="yes"), "bidirectional='yes'; give True, False"),
@@ -445,6 +451,14 @@ def test_hits_are_cosines_for_checkpoints_that_do_not_normalise(embedder):
                                                                                 ["x"]).search("x")[0].score - 1) < 1e-5
 
 
+def test_hits_are_cosines_for_given_vectors_of_any_length(embedder):
+    units = embedder.encode_document(TEXTS)
+    given = Index(embedder, TEXTS, 3*units)
+    np.testing.assert_allclose([hit.score for hit in given.search("x", 5)],
+                               [hit.score for hit in Index(embedder, TEXTS).search("x", 5)], atol=1e-6)
+    assert Index(embedder, TEXTS, units).vectors is units
+
+
 def test_a_model_by_a_relative_path_is_itself_elsewhere(tmp_path, monkeypatch):
     from anchor_nb.inference.corpus_encoding import loaded as identity_of
     AnchorEmbedder.from_pretrained("tiny").save_pretrained(tmp_path/"here/model")
@@ -528,3 +542,21 @@ def test_a_model_is_not_saved_where_files_of_another_would_win(embedder, tmp_pat
     (tmp_path/name).mkdir()
     with pytest.raises(ValueError, match=f"holds {name} of another model, .*; choose another folder"):
         embedder.save_pretrained(tmp_path)
+
+
+def test_an_index_is_of_the_embedder_that_made_it_and_not_of_what_became_of_that(tmp_path):
+    changing = AnchorEmbedder.from_pretrained("tiny", max_length=64)
+    index = Index(changing, TEXTS)
+    changing.max_seq_length = 10
+    for use in (lambda: index.save(tmp_path/"index"), lambda: index.search("x"), lambda: index.updated(TEXTS)):
+        with pytest.raises(ValueError, match=r"changed after this index was made, in max_length \(64 there, 10 here"):
+            use()
+    changing.max_seq_length = 64
+    assert index.search("x") and len(Index.load(changing, index.save(tmp_path/"index"))) == len(TEXTS)
+
+
+def test_more_dimensions_than_shards_have_are_refused_before_any_search(embedder, corpus, tmp_path):
+    from anchor_nb.inference.corpus_encoding import encode_corpus
+    encode_corpus(corpus, "tiny", str(tmp_path/"shards"))
+    with pytest.raises(ValueError, match="truncate_dim=999; the vectors in .*shards have 64 numbers"):
+        open_index(AnchorEmbedder.from_pretrained("tiny"), str(tmp_path/"shards"), truncate_dim=999)
