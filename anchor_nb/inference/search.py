@@ -258,16 +258,7 @@ def update(index, documents: dict, show_progress_bar: bool): # as for `Index.upd
     return type(index)(index.embedder, documents, vectors[[rows[text] for text in documents.values()]],
                        index.truncate_dim)
 
-# %% ../../nbs/inference/02_search.ipynb #60416b77
-def check_given(vectors, ids: list, texts: list):
-    "ValueError for vectors that cannot be those of the documents."
-    if np.ndim(vectors) != 2:
-        raise ValueError(f"vectors have {np.ndim(vectors)} dimensions; give [documents, dimension]")
-    if len(vectors) != len(ids):
-        raise ValueError(f"{len(ids)} documents have {len(vectors)} vectors; give one for each")
-    if isinstance(vectors, np.memmap): return # of a file that `save` wrote, and all of it would have to be read
-    check_finite(vectors, lambda row: f"the vector of document {ids[row]!r}, {texts[row][:60]!r},")
-
+# %% ../../nbs/inference/02_search.ipynb #94b3ebc2
 def as_units(vectors): # -> the same, or an array
     "Vectors of length 1, whose inner products are cosines; those that have it, or lie on the disk, as they are."
     rows = as_matrix(vectors)
@@ -283,6 +274,16 @@ def refuse_changed(index): # `Index`
     if changed := differences(index.settings, settings(index.embedder)):
         raise ValueError(f"the embedder was changed after this index was made, in {changed}; set it back, or make the "
                          "index again")
+
+# %% ../../nbs/inference/02_search.ipynb #60416b77
+def check_given(vectors, ids: list, texts: list):
+    "ValueError for vectors that cannot be those of the documents."
+    if np.ndim(vectors) != 2:
+        raise ValueError(f"vectors have {np.ndim(vectors)} dimensions; give [documents, dimension]")
+    if len(vectors) != len(ids):
+        raise ValueError(f"{len(ids)} documents have {len(vectors)} vectors; give one for each")
+    if isinstance(vectors, np.memmap): return # of a file that `save` wrote, and all of it would have to be read
+    check_finite(vectors, lambda row: f"the vector of document {ids[row]!r}, {texts[row][:60]!r},")
 
 class Stored:
     "How an index gets onto the disk and back, and follows its corpus."
