@@ -188,7 +188,8 @@ class Shell(typer.Typer):
 START, DATA, TRAIN = "Start here", "Texts and pairs", "Train"
 SCORE, USE, SCALE = "Score and look inside", "Use a model", "Plan, measure, scale"
 EXIT_CODES = ("Exit codes: 0 done; 1 an error, with its fix in the message, or a failed check; 2 the command "
-              "is mistyped; 130 stopped by Ctrl-C, 143 by SIGTERM: the same command resumes.")
+              "is mistyped; 130 stopped by Ctrl-C, 143 by SIGTERM: the same command resumes, "
+              "but an export that was stopped needs a new folder, or the old one deleted.")
 
 def first_sentence(text: str) -> str:
     "A text up to its first full stop or blank line, in one line."

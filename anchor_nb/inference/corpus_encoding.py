@@ -302,17 +302,22 @@ def weights_hash(lm) -> str: # hexadecimal
     return hashed.hexdigest()
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #f6b69c85
+def usage(embedder: AnchorEmbedder) -> dict: # for `vector_identity`
+    "How an embedder's weights are used at the moment."
+    of_engine = getattr(embedder, "file", None)
+    return dict(layout=embedder.formatter.layout, pooling=embedder.pooling, normalize=embedder.normalize,
+                bidirectional=embedder.bidirectional if of_engine else not is_causal(embedder.lm.config),
+                prompts=dict(embedder.prompts))
+
 def loaded(embedder: AnchorEmbedder) -> tuple: # (what identifies its weights, how they are used), for `vector_identity`
     "What identifies an embedder."
     if file := getattr(embedder, "file", None): # of another engine
         weights = [file_hash(part) for part in sorted(file.parent.glob(f"{file.stem}.*"))]
-        both_ways = embedder.bidirectional
     else:
         unchanged = embedder.read_from == on_disk(embedder.sources) # else the files are another model's by now
         weights = [digest for source in embedder.sources for digest in model_files(source)] if unchanged else []
-        weights, both_ways = weights or [weights_hash(embedder.lm)], not is_causal(embedder.lm.config)
-    return weights, dict(layout=embedder.formatter.layout, pooling=embedder.pooling, normalize=embedder.normalize,
-                         bidirectional=both_ways, prompts=embedder.prompts)
+        weights = weights or [weights_hash(embedder.lm)]
+    return weights, usage(embedder)
 
 def planned(model: str, pooling: str = "", max_length: int = 0) -> tuple: # as `loaded`
     "What a checkpoint will be once it is loaded; its weights are hashed and not loaded."

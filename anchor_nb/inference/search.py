@@ -9,6 +9,7 @@ __all__ = ['search', 'Hit', 'Index', 'open_index', 'bm25_weight', 'search_corpus
 import errno, json, math, os, warnings
 from collections import Counter
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 from typing import Iterable, NamedTuple, Self, overload
 import numpy as np
@@ -22,12 +23,12 @@ from ..core.redaction import without_secrets
 from ..data.corpora import asked_in_training
 from ..data.prompts import stored_facts
 from ..runs.ledger import read_json
-from ..models.inputs import as_matrix, unboxed, whole_number
+from ..models.inputs import as_matrix, as_texts, list_of_texts, unboxed, whole_number
 from ..models.embedder import AnchorEmbedder
 from ..models.loading import WHOLE_BEGINNING, search_facts, small_files
 from ..models.resolve import find_model
 from .corpus_encoding import (CORPUS, Encoded, corpus_sources, cut_of, differences, loaded, located,
-                                                 survey_all, vector_identity)
+                                                 survey_all, usage, vector_identity)
 from .words import DEPTH, Words, fuse
 
 # %% ../../nbs/inference/02_search.ipynb #4d2d1b0a
@@ -213,7 +214,8 @@ def by_id(documents) -> dict: # texts, or id -> text; -> id -> text
     "Documents by their ids as strings; ValueError for none, and for ids that are equal as strings."
     if isinstance(documents, (str, Path)):
         raise ValueError(f"documents={str(documents)!r} is one string; give texts, or use open_index for a path")
-    named = documents if isinstance(documents, dict) else dict(enumerate(documents))
+    named = documents if isinstance(documents, dict) else dict(enumerate(list_of_texts(documents)))
+    list_of_texts(named.values()) # ValueError for what is no text
     if not named:
         raise ValueError("there are no documents; give at least one")
     if twice := [name for name, count in Counter(map(str, named)).items() if count > 1]:
@@ -223,8 +225,8 @@ def by_id(documents) -> dict: # texts, or id -> text; -> id -> text
 
 def check_weight(bm25: float, k: int):
     "ValueError for a weight that means nothing, or more hits than are fused."
-    if not 0 <= bm25 <= 1:
-        raise ValueError(f"bm25={bm25}; give a weight from 0 (vectors alone) to 1")
+    if not isinstance(bm25, Real) or not 0 <= bm25 <= 1:
+        raise ValueError(f"bm25={bm25!r}; give a weight from 0 (vectors alone) to 1")
     if bm25 and k > DEPTH:
         raise ValueError(f"k={k}; with BM25 the best {DEPTH} of each ranking are fused, so ask for {DEPTH} or fewer, "
                          "or search without it (bm25=0)")
@@ -256,6 +258,23 @@ def update(index, documents: dict, show_progress_bar: bool): # as for `Index.upd
     return type(index)(index.embedder, documents, vectors[[rows[text] for text in documents.values()]],
                        index.truncate_dim)
 
+# %% ../../nbs/inference/02_search.ipynb #94b3ebc2
+def as_units(vectors): # -> the same, or an array
+    "Vectors of length 1, whose inner products are cosines; those that have it, or lie on the disk, as they are."
+    rows = as_matrix(vectors)
+    if isinstance(vectors, np.memmap) or not rows.is_floating_point(): return vectors
+    return vectors if ((rows.norm(dim=1) - 1).abs() < 1e-3).all() else F.normalize(rows.float(), dim=1).cpu().numpy()
+
+def settings(embedder: AnchorEmbedder) -> dict: # as `identity`, without the weights
+    "What can be set on an embedder, and decides its vectors."
+    return vector_identity([], usage(embedder))
+
+def refuse_changed(index): # `Index`
+    "ValueError when the embedder would no longer make the vectors of an index."
+    if changed := differences(index.settings, settings(index.embedder)):
+        raise ValueError(f"the embedder was changed after this index was made, in {changed}; set it back, or make the "
+                         "index again")
+
 # %% ../../nbs/inference/02_search.ipynb #60416b77
 def check_given(vectors, ids: list, texts: list):
     "ValueError for vectors that cannot be those of the documents."
@@ -272,11 +291,12 @@ class Stored:
         """Write the index, in place of an older one.
 
         Args:
-            folder: where to; ValueError where it holds something else.
+            folder: where to; ValueError where it holds something else, or the embedder was changed meanwhile.
 
         Returns:
             The folder, with ids, texts and vectors, and with what tells the embedder from others.
         """
+        refuse_changed(self)
         return save_index(self, folder)
 
     @classmethod
@@ -312,6 +332,7 @@ class Stored:
         Returns:
             What `Index` would make of the documents, up to rounding; this index stays as it is.
         """
+        refuse_changed(self)
         return update(self, by_id(documents), show_progress_bar)
 
 # %% ../../nbs/inference/02_search.ipynb #b23dffc9
@@ -321,7 +342,7 @@ class Index(Stored):
     Args:
         embedder: what encodes documents and queries.
         documents: texts, whose ids are their numbers; or a dictionary id -> text.
-        vectors: of the documents, [documents, dimension]. None: they are encoded now.
+        vectors: of the documents, [documents, dimension], of any length. None: they are encoded now.
         truncate_dim: dimensions kept; 0: all.
         show_progress_bar: whether to draw one while encoding.
     """
@@ -329,12 +350,12 @@ class Index(Stored):
                  vectors: np.ndarray | None = None, truncate_dim: int = 0, show_progress_bar: bool = False):
         named = by_id(documents)
         self.embedder, self.truncate_dim = embedder, whole_number("truncate_dim", truncate_dim or 0)
-        self.ids, self.texts = list(named), list(named.values())
+        self.ids, self.texts, self.settings = list(named), list(named.values()), settings(embedder)
         if vectors is None:
             vectors = embedder.encode_document(self.texts, show_progress_bar=show_progress_bar,
                                                normalize_embeddings=True, truncate_dim=truncate_dim)
         check_given(vectors, self.ids, self.texts)
-        self.vectors, self.words = vectors, None
+        self.vectors, self.words = as_units(vectors), None
 
     def __len__(self): return len(self.ids)
 
@@ -359,10 +380,11 @@ class Index(Stored):
             `Hit`s (id, score: cosine, text), the best first; for several queries a list of such lists.
         """
         queries = unboxed(queries)
-        texts = [queries] if isinstance(queries, str) else list(queries)
+        texts = as_texts(queries)
         if (k := whole_number("k", k)) < 1:
             raise ValueError(f"k={k}; ask for one hit or more")
         check_weight(bm25, k)
+        refuse_changed(self)
         asked = self.embedder.encode_query(texts, instruction, normalize_embeddings=True,
                                            truncate_dim=self.truncate_dim)
         matches = best_of(asked, self.vectors, DEPTH if bm25 else k)
@@ -464,6 +486,9 @@ def index_of_shards(cls, embedder: AnchorEmbedder, folder: str | Path, corpus: s
     "An index of encoded vectors; ValueError when they are of another embedder, or of another corpus."
     encoded = Encoded(str(folder))
     refuse_other(folder, encoded.manifest.get("embedder", {}), identity(embedder))
+    if not 0 <= whole_number("truncate_dim", truncate_dim or 0) <= encoded.records[0]["dimension"]:
+        raise ValueError(f"truncate_dim={truncate_dim}; the vectors in {folder} have "
+                         f"{encoded.records[0]['dimension']} numbers")
     settings, contents = encoded.manifest["settings"], [source["sha256"] for source in encoded.manifest["corpus"]]
     how = settings["field"], settings["id_field"], settings.get("columns", {}), next(iter(embedder.sources), "")
     documents, given = read_corpus(corpus, *how) if corpus else ({}, contents)

@@ -17,6 +17,7 @@ from ..core.progress import progress, without_bars
 from ..data.prompts import save_layout, stored_facts
 from .attention import is_causal
 from .inputs import Precision, as_rows, as_texts, beginning, in_precision, unboxed, whole_number
+from .loading import kept_recipe
 from .packing import cut_by_tokens
 
 # %% ../../nbs/models/08_interface.ipynb #8ebc5e54
@@ -119,6 +120,15 @@ class Comparing:
         return (a*b).sum(-1)
 
 # %% ../../nbs/models/08_interface.ipynb #d0f898b4
+# what a later load would read beside, or instead of, the weights
+OTHERS = ("adapter_config.json", "modules.json", "1_Pooling", "onnx", "openvino", "gguf")
+
+def check_free(folder: Path):
+    "ValueError for a folder in which a saved model would be taken for another one."
+    if there := [name for name in OTHERS if (folder/name).exists()]:
+        raise ValueError(f"{folder} holds {there[0]} of another model, which would change what is loaded from there; "
+                         "choose another folder")
+
 class Saved(Comparing):
     "What an embedder offers besides encoding, under the names of sentence-transformers."
 
@@ -148,19 +158,22 @@ class Saved(Comparing):
         """Write a model folder that `from_pretrained` and transformers read: weights, tokenizer and layout.
 
         Args:
-            folder: where to; it is made if needed. sentence-transformers reads what `anchor-nb export` writes.
+            folder: where to; it is made if needed. ValueError where it holds an adapter or an export.
+                sentence-transformers reads what `anchor-nb export` writes.
         """
         if any(name.endswith("weight0") for name in self.lm.state_dict()):
             raise ValueError("weights in int8 cannot be saved so that others read them; load the model without "
                              "precision=int8 to save it, or write `anchor-nb export MODEL OUT --format onnx`")
-        folder = Path(folder).expanduser()
+        check_free(folder := Path(folder).expanduser())
         with without_bars(): self.lm.save_pretrained(folder)
         share_weights(folder, "*.safetensors")
         self.tokenizer.save_pretrained(folder)
         facts = dict(prompts=self.prompts, normalize=self.normalize, bidirectional=not is_causal(self.lm.config))
-        trained = [stored_facts(source) for source in getattr(self, "sources", ()) if Path(source).is_dir()]
+        sources = [source for source in getattr(self, "sources", ()) if Path(source).is_dir()]
+        trained = map(stored_facts, sources)
         facts["instructions"] = next((known["instructions"] for known in trained if "instructions" in known), {})
-        usual = dict(prompts={}, normalize=True, bidirectional=False, instructions={})
+        facts["recipe"] = next(filter(None, map(kept_recipe, sources)), {})
+        usual = dict(prompts={}, normalize=True, bidirectional=False, instructions={}, recipe={})
         save_layout(folder, self.formatter.layout, pooling=self.pooling, **{name: fact for name, fact in facts.items()
                                                                             if fact != usual[name]})
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core.recipe import Training
 from ..data.prompts import (LAYOUT_FILE, Formatter, Layout, chat_parts, fit_layout, load_formatter,
                                     recipe_layout, resolve_layout, stored_facts)
-from .resolve import base_of, find_model
+from .resolve import base_of, find_model, is_here
 
 # %% ../../nbs/models/07_loading.ipynb #714239c8
 def layout_of_tokenizer(tokenizer, **settings) -> Layout:
@@ -203,6 +203,19 @@ def chain(folder: str) -> list: # of folders or hub ids
     folders = [folder]
     while base := base_of(str(small_files(folders[-1]))): folders.append(find_model(base))
     return folders
+
+# %% ../../nbs/models/07_loading.ipynb #4c2f3922
+DECODING = ("decode_from", "target_template", "target_eos", "hide_template", "anchor_scale", "anchor_norm",
+            "anchor_sink") # the fields of `DecodeRules`
+
+def kept_recipe(model: str) -> dict: # run folder, model folder, hub id or short name
+    "What a copy needs of a model's recipe: how stage I decoded, and whether training had no instructions."
+    try: facts = stored_facts(small_files(find_model(model)))
+    except FileNotFoundError: return {}
+    recipe, base = facts.get("recipe", {}), facts.get("base", "")
+    stage1 = kept_recipe(base) if "decode_from" not in recipe and base and is_here(base) else recipe
+    kept = {name: stage1[name] for name in DECODING if name in stage1}
+    return kept | (dict(instructions="none") if recipe.get("instructions") == "none" else {})
 
 # %% ../../nbs/models/07_loading.ipynb #f166c0c7
 def tokenizer_and_facts(folders: list, kind: str = "", bidirectional: bool | None = None) -> tuple: # (tokenizer, dict)

@@ -46,6 +46,7 @@ class CardContent:
     facts: dict          # from `exported_facts`; empty: not exported
     checked: dict | None # from `export.check`
     known: dict          # what a card says where nothing is on record -> what `adapt` has recorded
+    options: str         # of the export, with which vectors differ from those of the run; empty: none
 
 def step_of(model: str, runs: list) -> int: # 0 before stage II and for a merged model
     "The number of stage II steps behind a model."
@@ -76,7 +77,7 @@ def find_ledger(ledger: str, runs: list) -> Path | None: # ledger: as in `model_
     return place/"ledger.jsonl" if place and place.is_dir() else place
 
 def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", license: str = "", licences: dict = None,
-           label: str = "", checked: dict = None) -> CardContent: # all as in `model_card`
+           label: str = "", checked: dict = None, options: str = "") -> CardContent: # all as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
     from anchor_nb.models.resolve import find_model
     from anchor_nb.release.export import ADAPTED
@@ -88,7 +89,7 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
     labels = {row["label"] for row in rows}
     if label and label not in labels:
         raise ValueError(f"the ledger has no label {label!r}; it has {', '.join(sorted(labels)) or 'none'}")
-    if not merged: label = label or label_of(rows, runs, place and place.parent)
+    if not merged and not options: label = label or label_of(rows, runs, place and place.parent)
     base = foundation(runs[0].manifest["recipe"]["model"] if runs else model)
     folder = out or (runs[-1].folder if runs and not merged else model)
     parts = [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in merged]
@@ -96,7 +97,7 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
                        per_query=load_per_query(rows, place.parent/"per_query") if place else {}, label=label,
                        step=step_of(model, runs), license=license or base["license"], parts=parts,
                        facts=exported_facts(out, checked) if out else {}, checked=checked,
-                       known={} if runs or not adapted.is_file() else read_json(adapted))
+                       known={} if runs or not adapted.is_file() else read_json(adapted), options=options)
 
 # %% ../../nbs/release/04_card.ipynb #3de13f5c
 def cell(value) -> str:
@@ -317,6 +318,8 @@ def limits(card: CardContent) -> list: # of sentences
 
 # %% ../../nbs/release/04_card.ipynb #aa968a42
 UNSCORED = "No score of this model is on record. How well it retrieves is unknown."
+CHANGING = ("pooling", "max_length", "bidirectional", "kind", "truncation") # options that give other vectors
+CHANGED = "No score is shown: it was exported with {options}, and scores on record are those of the model without."
 UNTRAINED = "There is no manifest with this model, so how it was trained is not on record."
 UNREAD = "Which texts the model was trained on is not on record."
 UNREPEATED = "Without a manifest there are no commands to reproduce it."
@@ -424,10 +427,11 @@ def write_card(card: CardContent) -> str:
     carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in card.runs]
     stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}", says,
                departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(card.runs, carried)]
+    unscored = CHANGED.format(options=card.options) if card.options else UNSCORED
     page = ModelCard.from_template(
         card_data(card), template_str=PAGE, title=card.name.rpartition("/")[2], summary=summary(card),
         licence=licence_line(card), usage=card.facts and usage(card.name, card.facts, card.checked), row=row,
-        scores=score_table(card), unscored=UNSCORED, untrained=UNTRAINED, unread=UNREAD, unrepeated=UNREPEATED,
+        scores=score_table(card), unscored=unscored, untrained=UNTRAINED, unread=UNREAD, unrepeated=UNREPEATED,
         beside_paper=beside_paper(card), facts=facts_table(card.runs),
         stages=stages, data=data_table(card), commands=card.runs and command_lines(card),
         versions=code_versions(card.runs), limits=limits(card), paper=paper()["paper"], version=__version__)
@@ -443,10 +447,11 @@ def model_card(model: str,            # run folder, its `model`, or a snapshot; 
                licences: dict = None, # data set -> licence of its texts, for data that anchor_nb did not build
                label: str = "",       # of the model in the ledger; empty: found by the manifest, the last
                checked: dict = None,  # what `export.check` returned
+               options: str = "",     # of the export, with which the scores of the run do not hold; empty: none
               ) -> str:               # Markdown with YAML front matter
     "The card of a model; ValueError or FileNotFoundError names what does not fit."
     return write_card(gather(str(model), str(ledger), str(out), name=name, license=license, licences=licences,
-                             label=label, checked=checked))
+                             label=label, checked=checked, options=options))
 
 # %% ../../nbs/release/04_card.ipynb #dac9bb33
 def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", license: str = "",
@@ -455,7 +460,10 @@ def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", 
                      **options) -> dict:  # options of `export.export`; its result, with card and checked
     "Export a model and write its card as README.md."
     from anchor_nb.release import export
-    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences, label=label)
+    changed = [f"{name}={options[name]}" for name in CHANGING if options.get(name) not in ("", None, 0)
+               or options.get(name) is False]
+    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences, label=label,
+                   options=" and ".join(changed))
     gather(str(model), **details)
     facts = export.export(str(model), str(out), **options)
     out = facts["out"]

@@ -330,7 +330,7 @@ def check_before(model: str, formats: list, adapter: bool = False, pooling: str 
     if "gguf" not in formats: return
     sources, tokenizer, facts = use_of(model, pooling, kind=kind)
     config = AutoConfig.from_pretrained(chain(sources[-1])[-1], trust_remote_code=False)
-    check_gguf(config.model_type, facts["pooling"], json.loads(tokenizer.backend_tokenizer.to_str()))
+    check_gguf(config, facts["pooling"], json.loads(tokenizer.backend_tokenizer.to_str()))
 
 # %% ../../nbs/release/08_certificate.ipynb #8b53b7e2
 def export_everywhere(model: str, out: str, formats: list = [], # onnx, openvino, gguf

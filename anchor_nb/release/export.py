@@ -22,8 +22,9 @@ from ..models.loading import SEARCH
 from ..models.attention import is_causal
 from ..models.backbone import has_head, trunk_of
 from ..models.embedder import AnchorEmbedder
-from ..models.loading import chain, json_or_empty, small_files
+from ..models.loading import chain, json_or_empty, kept_recipe, small_files
 from ..models.resolve import base_of, find_model
+from ..runs.identity import model_content
 
 # %% ../../nbs/release/00_export.ipynb #f6d0403e
 POOLING_MODES = {"eos": "lasttoken", "last": "lasttoken", "mean": "mean_tokens", "weighted_mean": "weightedmean_tokens",
@@ -118,11 +119,19 @@ def for_all_readers(config: dict, dimensions: list = ()) -> dict:
     if dimensions: old.update(is_matryoshka=True, matryoshka_dimensions=sorted({*dimensions, config["hidden_size"]}))
     return config | old
 
+def check_range(model, dtype: str):
+    "ValueError for a finite weight that would be infinite in a dtype."
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and (weight.to(getattr(torch, dtype)).isinf() & weight.isfinite()).any():
+            raise ValueError(f"{name} has a weight of {weight.abs().max():g}, which {dtype} cannot hold; export with "
+                             "dtype=bfloat16 or float32")
+
 def write_weights(embedder: AnchorEmbedder, folder: Path, dtype: str, head: bool, dimensions: list):
     "Save the decoder, or the whole language model, in one dtype; ValueError when there is no head to keep."
     if head and not has_head(embedder.lm.config):
         raise ValueError("the model has no language-model head; leave out head")
     model = embedder.lm if head else trunk_of(embedder.lm)
+    check_range(model, dtype)
     with without_bars(): model.to(getattr(torch, dtype)).save_pretrained(folder)
     config = json_or_empty(folder/"config.json") | dict(dtype=dtype)
     write_json(folder/"config.json", for_all_readers(config, dimensions))
@@ -258,8 +267,11 @@ def write_folder(embedder: AnchorEmbedder, part: Path, named: dict, prompts: dic
     write_modules(embedder, part, prompts, default)
     facts = dict(pooling=embedder.pooling, normalize=embedder.normalize, prompts=prompts,
                  bidirectional=not is_causal(embedder.lm.config))
-    save_layout(part, embedder.formatter.layout, **facts, exported=dict(version=__version__, instructions=named),
-                **dict(base=base) if base else {})
+    if base: # whose content is that of the training, where it is on record
+        trained_on = stored_facts(embedder.sources[0]).get("inputs", {}).get("model") or model_content(base)
+        facts |= dict(base=base) | (dict(inputs=dict(model=trained_on)) if trained_on else {})
+    if recipe := kept_recipe(embedder.sources[0]): facts["recipe"] = recipe
+    save_layout(part, embedder.formatter.layout, **facts, exported=dict(version=__version__, instructions=named))
 
 ADAPTED = "adapted.json" # in the folder of a model that `adapt` delivered: what its card says
 
@@ -352,8 +364,8 @@ def check(model: str,     # what was exported
             ours = embedder.encode(texts, instructions.get(side, ""), role=side)
             theirs = getattr(peer, f"encode_{side}")(texts)
             for key in (name, f"{padding}_padding"):
-                differences[key] = max(differences.get(key, 0.0), float(np.abs(ours - theirs).max()))
-    largest, allowed = max(differences.values()), allowed_difference(model, out)
+                differences[key] = float(np.maximum(differences.get(key, 0.0), np.abs(ours - theirs).max())) # keeps NaN
+    largest, allowed = float(np.max(list(differences.values()))), allowed_difference(model, out)
     tokens = other_tokens(embedder, peer, facts, SHORT + long)
     return differences | dict(largest=largest, allowed=allowed, other_tokens=tokens,
                               same=largest <= allowed and not tokens)

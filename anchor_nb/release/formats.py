@@ -242,11 +242,24 @@ def tensors(model, architecture): # -> a generator of (name, fp32 array)
     factors = theta**-(np.arange(len(frequencies))/len(frequencies))/frequencies
     if abs(factors - 1).max() > 1e-4: yield "rope_freqs.weight", factors.astype(np.float32)
 
-def check_gguf(kind: str, pooling: str, raw: dict): # kind: model_type; raw: of tokenizer.json
+def scale_of_positions(config) -> float: # config: of a decoder
+    "What a stretched RoPE multiplies sines and cosines by."
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return ROPE_INIT_FUNCTIONS[kind](config, "cpu")[1] if kind in ROPE_INIT_FUNCTIONS else 1.0
+
+def check_gguf(config, pooling: str, raw: dict): # config: of the model; raw: of tokenizer.json
     "ValueError for a model that this converter does not know."
+    kind = config.model_type
     if kind not in ARCHITECTURES or pooling == "weighted_mean":
         raise ValueError(f"{kind} with pooling={pooling} has no GGUF here; {', '.join(ARCHITECTURES)} have, with any "
                          "pooling but weighted_mean. Use --format onnx")
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act={config.hidden_act!r} cannot be said in a GGUF, for which it is silu; use "
+                         "--format onnx")
+    if (scale := scale_of_positions(config)) != 1:
+        raise ValueError(f"positions are scaled by {scale:g} (rope_type={config.rope_parameters['rope_type']}), which "
+                         "cannot be said in a GGUF; use --format onnx")
     family_of(raw)
 
 def write_gguf(folder: Path, file: Path, precision: str): # precision: fp16, int8 or int4
@@ -254,7 +267,7 @@ def write_gguf(folder: Path, file: Path, precision: str): # precision: fp16, int
     import gguf
     from transformers import AutoModel
     model, facts = AutoModel.from_pretrained(folder, dtype=torch.float32), json_or_empty(folder/LAYOUT_FILE)
-    check_gguf(model.config.model_type, facts["pooling"], json_or_empty(folder/"tokenizer.json"))
+    check_gguf(model.config, facts["pooling"], json_or_empty(folder/"tokenizer.json"))
     architecture, types = gguf.MODEL_ARCH[ARCHITECTURES[model.config.model_type]], gguf.GGMLQuantizationType
     wanted = dict(fp16=types.F16, int8=types.Q8_0, int4=types.Q4_1)[precision]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from ..core.files import check_whole, keep_apart, new_folder, saving, write_text
 from ..data.prompts import LAYOUT_FILE, Layout, stored_facts
-from ..models.loading import chain, json_or_empty, kind_of
+from ..models.loading import chain, json_or_empty, kept_recipe, kind_of, read_sentence_transformers
 from ..models.resolve import base_of, find_model
 from ..runs.identity import content_at
 
@@ -121,11 +121,25 @@ def check_alike(known: list, file: str, advice: str): # known: of (folder, dict)
 # %% ../../nbs/release/01_merging.ipynb #3254caf4
 # what `anchor_nb.json` says about how a model is used; the rest is about how it was made
 USE = ("layout", "pooling", "bidirectional", "prompts", "normalize")
-CONFIG = ("model_type", "is_causal", "tie_word_embeddings", "rope_theta", "rope_parameters")
+CONFIG = ("model_type", "is_causal", "tie_word_embeddings", "rope_theta", "rope_parameters", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
 
-def use_of(folder: Path) -> dict: # by dotted name; {} for a model without anchor_nb.json
+def architecture(config: dict) -> dict: # config: of config.json
+    "What gives tensors their meaning; older files leave out what follows from the rest."
+    heads, told = config.get("num_attention_heads"), {key: config[key] for key in CONFIG if config.get(key) is not None}
+    usual = dict(num_key_value_heads=heads, head_dim=config.get("hidden_size", 0)//heads) if heads else {}
+    return dict.fromkeys(CONFIG) | usual | told
+
+def facts_of(folder: Path) -> dict: # {} where nothing is on record, or with a part that we have not
+    "How an embedder is used, in the form of `anchor_nb.json`."
+    from transformers import AutoTokenizer
+    if kind_of(folder) != "sentence-transformers": return stored_facts(str(folder))
+    try: return read_sentence_transformers(folder, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+    except ValueError: return {}
+
+def use_of(folder: Path) -> dict: # by dotted name; {} where nothing is on record
     "How an embedder is used, with defaults filled in."
-    if not (facts := stored_facts(str(folder))): return {}
+    if not (facts := facts_of(folder)): return {}
     config = json_or_empty(folder/"config.json")
     usual = dict(pooling="eos", bidirectional=config.get("is_causal") is False, prompts={}, normalize=True)
     layout = {f"layout.{key}": value for key, value in asdict(Layout(**facts["layout"])).items() if key != "max_length"}
@@ -134,12 +148,13 @@ def use_of(folder: Path) -> dict: # by dotted name; {} for a model without ancho
 def check_use(folders: list):
     "ValueError where two models have different architectures or compute embeddings differently."
     configs = [(folder, json_or_empty(folder/"config.json")) for folder in folders if (folder/"config.json").is_file()]
-    check_alike([(folder, {key: config.get(key) for key in CONFIG}) for folder, config in configs], "config.json: ",
+    check_alike([(folder, architecture(config)) for folder, config in configs], "config.json: ",
                 "merge models that were trained from the same base in the same way")
     kinds = [(folder, dict(kind=kind_of(folder))) for folder in folders]
     check_alike([known for known in kinds if known[1]["kind"] != "plain"], "", "load each with "
                 "AnchorEmbedder.from_pretrained, save it with save_pretrained, and merge what was saved")
-    check_alike([known for known in zip(folders, map(use_of, folders)) if known[1]], f"{LAYOUT_FILE}: ",
+    ours = any((folder/LAYOUT_FILE).is_file() for folder in folders)
+    check_alike([known for known in zip(folders, map(use_of, folders)) if known[1]], f"{LAYOUT_FILE}: "*ours,
                 "merge embedders that are used in the same way")
 
 def write_use(folders: list, target: Path):
@@ -149,6 +164,9 @@ def write_use(folders: list, target: Path):
     used = {key: facts[key] for key in USE if key in facts}
     asked = [known["instructions"] for folder in folders if "instructions" in (known := stored_facts(str(folder)))]
     if asked and all(known == asked[0] for known in asked): used["instructions"] = asked[0]
+    first, *others = [kept_recipe(str(folder)) for folder in folders if stored_facts(str(folder))]
+    recipe = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    if recipe: used["recipe"] = recipe
     write_text(target/LAYOUT_FILE, json.dumps(used, indent=1, ensure_ascii=False) + "\n")
 
 # %% ../../nbs/release/01_merging.ipynb #622f1caf

@@ -78,6 +78,7 @@ class Ranker:
     rules: object = None # `DecodeRules` of its stage I; None: the default
     bm25: float = 0.0    # weight of BM25 beside the vectors
     usual: str = ""      # instruction where a question has none
+    untrained: bool = False # training had no instructions
 
     @property
     def writes(self) -> bool: return can_write(self.stages)
@@ -85,8 +86,7 @@ class Ranker:
     def takes(self, instruction: str) -> bool:
         "Whether questions may have this instruction."
         from anchor_nb.inference.search import stays_apart
-        untrained = self.stages and self.stages[0].get("recipe", {}).get("instructions") == "none"
-        return not untrained and stays_apart(self.index.embedder.formatter.layout, instruction)
+        return not self.untrained and stays_apart(self.index.embedder.formatter.layout, instruction)
 
     @property
     def takes_instruction(self) -> bool: return self.takes(self.usual)
@@ -382,6 +382,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     from anchor_nb.inference.decoding import rules_of
     from anchor_nb.inference.search import bm25_weight, check_keep, check_weight, open_index, trained_instruction
     from anchor_nb.models.embedder import AnchorEmbedder
+    from anchor_nb.models.loading import kept_recipe
     from anchor_nb.models.resolve import find_model
     check_weight(bm25 or 0.0, 1)
     names, folders = short_names(models), [find_model(model) for model in models]
@@ -398,7 +399,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
         if weight: # not with the first question
             index.words = rankers[0].index.words if rankers and rankers[0].bm25 else Words(index.texts)
         rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,
-                              trained_instruction(folder)))
+                              trained_instruction(folder), kept_recipe(folder).get("instructions") == "none"))
     return rankers
 
 # %% ../../nbs/release/06_serving.ipynb #9601874b

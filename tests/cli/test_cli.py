@@ -42,6 +42,11 @@ def rows(path): return [json.loads(line) for line in Path(path).read_text().spli
 
 # ---- listing and checking ----
 
+def test_the_help_says_that_a_stopped_export_is_not_resumed():
+    text = " ".join(invoke("--help").output.split())
+    assert "the same command resumes, but an export that was stopped needs a new folder" in text
+
+
 def test_stages_and_presets_are_listed():
     assert [line.split()[0] for line in invoke("stages").output.splitlines()] == list(stage_runs.stages())
     assert all(len(line.split()) > 3 for line in invoke("stages").output.splitlines()), "each with what it does"

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -160,6 +161,11 @@ def test_what_is_plainly_meant_is_taken(embedder):
                                              "ids "
                                              "that differ"), (lambda e: Index(e, ["a"]*64, np.ones(64)),
                                                               "vectors have 1 dimensions; give"),
+    (lambda e: Index(e, None), "texts is NoneType; give"), (lambda e: Index(e, {"a": None}), "text 0 is NoneType"),
+    (lambda e: Index(e, pandas.DataFrame(dict(text=["a"]))), "texts is DataFrame"),
+    (lambda e: Index(e, ["a"]).search(None), "texts is NoneType"),
+    (lambda e: Index(e, ["a"]).search({"q1": "cats"}), "texts is dict; give a string or a list of strings"),
+    (lambda e: Index(e, ["a"]).search("a", bm25="0.5"), "bm25='0.5'; give a weight from 0"),
     (lambda e: e.similarity(np.ones((1, 3)), np.ones((1, 4))), "vectors of 3 and of 4 numbers have no cosine"),
     (lambda e: AnchorEmbedder.from_pretrained("tiny", max_length="64"), "max_length='64' is str"),
     (lambda e: AnchorEmbedder.from_pretrained("tiny", bidirectional="yes"), "bidirectional='yes'; give True, False"),
@@ -445,6 +451,14 @@ def test_hits_are_cosines_for_checkpoints_that_do_not_normalise(embedder):
                                                                                 ["x"]).search("x")[0].score - 1) < 1e-5
 
 
+def test_hits_are_cosines_for_given_vectors_of_any_length(embedder):
+    units = embedder.encode_document(TEXTS)
+    given = Index(embedder, TEXTS, 3*units)
+    np.testing.assert_allclose([hit.score for hit in given.search("x", 5)],
+                               [hit.score for hit in Index(embedder, TEXTS).search("x", 5)], atol=1e-6)
+    assert Index(embedder, TEXTS, units).vectors is units
+
+
 def test_a_model_by_a_relative_path_is_itself_elsewhere(tmp_path, monkeypatch):
     from anchor_nb.inference.corpus_encoding import loaded as identity_of
     AnchorEmbedder.from_pretrained("tiny").save_pretrained(tmp_path/"here/model")
@@ -464,6 +478,35 @@ def test_what_is_saved_again_keeps_what_its_queries_were_asked_with(tmp_path):
     AnchorEmbedder.from_pretrained(tmp_path/"trained").save_pretrained(tmp_path/"again")
     assert stored_facts(tmp_path/"again")["instructions"] == asked
     assert searching.trained_instruction(str(tmp_path/"again")) == "Find the answer"
+
+
+def test_copies_exports_and_merges_know_how_stage_one_decoded_and_that_there_were_no_instructions(tmp_path):
+    from dataclasses import fields
+    from anchor_nb.data.corpora import build_corpus
+    from anchor_nb.data.prompts import save_layout
+    from anchor_nb.inference.decoding import rules_of
+    from anchor_nb.losses.reconstruction import DecodeRules
+    from anchor_nb.models.loading import DECODING
+    from anchor_nb.release.export import export
+    from anchor_nb.release.merging import merge_models
+    from anchor_nb.release.serving import find_corpus, open_rankers
+    rules, plain = DecodeRules("sequence", anchor_scale=2.0, anchor_sink=True), AnchorEmbedder.from_pretrained("tiny")
+    assert DECODING == tuple(part.name for part in fields(DecodeRules))
+    for name, facts in dict(one=dict(recipe=vars(rules)),
+                            two=dict(base=str(tmp_path/"one"), recipe=dict(instructions="none"))).items():
+        plain.save_pretrained(tmp_path/name)
+        save_layout(tmp_path/name, plain.formatter.layout, pooling="eos", **facts)
+    AnchorEmbedder.from_pretrained(tmp_path/"two").save_pretrained(tmp_path/"saved")
+    export(str(tmp_path/"two"), str(tmp_path/"exported"))
+    merge_models([str(tmp_path/"two"), str(tmp_path/"saved")], str(tmp_path/"merged"))
+    for name in ("two", "saved", "exported", "merged"):
+        assert rules_of(str(tmp_path/name)) == rules
+        assert not searching.takes_instruction(str(tmp_path/name), plain.formatter.layout, "Find it")
+    ranker, = open_rankers([str(tmp_path/"exported")], find_corpus(str(build_corpus("toy")/"eval")))
+    assert not ranker.takes("Find it")
+    merge_models([str(tmp_path/"two"), str(tmp_path/"one")], str(tmp_path/"both"))
+    assert rules_of(str(tmp_path/"both")) == rules
+    assert searching.takes_instruction(str(tmp_path/"both"), plain.formatter.layout, "Find it")
 
 
 def test_an_instruction_does_not_run_into_the_query_of_a_model_that_takes_none(tmp_path):
@@ -491,3 +534,29 @@ def test_saved_weights_are_as_readable_as_the_other_files(embedder, tmp_path):
     embedder.save_pretrained(tmp_path/"saved")
     modes = {(tmp_path/"saved"/name).stat().st_mode for name in ("model.safetensors", "config.json")}
     assert len(modes) == 1, [oct(mode) for mode in modes]
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "modules.json", "1_Pooling", "gguf"])
+def test_a_model_is_not_saved_where_files_of_another_would_win(embedder, tmp_path, name):
+    for _ in range(2): embedder.save_pretrained(tmp_path)
+    (tmp_path/name).mkdir()
+    with pytest.raises(ValueError, match=f"holds {name} of another model, .*; choose another folder"):
+        embedder.save_pretrained(tmp_path)
+
+
+def test_an_index_is_of_the_embedder_that_made_it_and_not_of_what_became_of_that(tmp_path):
+    changing = AnchorEmbedder.from_pretrained("tiny", max_length=64)
+    index = Index(changing, TEXTS)
+    changing.max_seq_length = 10
+    for use in (lambda: index.save(tmp_path/"index"), lambda: index.search("x"), lambda: index.updated(TEXTS)):
+        with pytest.raises(ValueError, match=r"changed after this index was made, in max_length \(64 there, 10 here"):
+            use()
+    changing.max_seq_length = 64
+    assert index.search("x") and len(Index.load(changing, index.save(tmp_path/"index"))) == len(TEXTS)
+
+
+def test_more_dimensions_than_shards_have_are_refused_before_any_search(embedder, corpus, tmp_path):
+    from anchor_nb.inference.corpus_encoding import encode_corpus
+    encode_corpus(corpus, "tiny", str(tmp_path/"shards"))
+    with pytest.raises(ValueError, match="truncate_dim=999; the vectors in .*shards have 64 numbers"):
+        open_index(AnchorEmbedder.from_pretrained("tiny"), str(tmp_path/"shards"), truncate_dim=999)

@@ -71,6 +71,13 @@ def test_a_hub_can_read_the_card_and_scores_are_those_of_the_ledger(exported):
     assert "| toy | nDCG@10 | 80 / 86 | 43.2 | 10.0 | 20.0 |" in found.text
 
 
+def test_scores_are_not_those_of_an_export_with_other_options(runs, tmp_path):
+    card.export_with_card(runs/"anchor", tmp_path/"out", pooling="mean", max_length=60)
+    found = ModelCard.load(tmp_path/"out/README.md")
+    assert "exported with pooling=mean and max_length=60, and scores on record are those of the model" in found.text
+    assert found.data.eval_results is None and "| toy | nDCG@10" not in found.text
+
+
 def test_the_card_tells_both_stages_data_limits_and_nothing_of_this_machine(runs, exported):
     text = (exported/"README.md").read_text()
     assert text.count("### Stage I, ") == text.count("### Stage II, ") == 1

@@ -296,6 +296,17 @@ def test_an_adapter_alone_and_merged(tmp_path):
     assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path/"merged").rglob("*.json"))
 
 
+def test_an_exported_adapter_notices_another_base(tmp_path):
+    model = snapshot(tmp_path/"snapshots/step-5", base := checkpoint(tmp_path/"base"))
+    export(model, tmp_path/"out", adapter=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        before = AnchorEmbedder.from_pretrained(tmp_path/"out").encode("x")
+    checkpoint(base, rope_parameters=dict(rope_type="default", rope_theta=100.0))
+    with pytest.warns(UserWarning, match="which has changed since"):
+        assert abs(AnchorEmbedder.from_pretrained(tmp_path/"out").encode("x") - before).max() > 1e-4
+
+
 def test_a_run_of_stage_two_and_its_snapshot(tmp_path):
     "As training leaves them: the finished model merged, the snapshot as an adapter; nothing says where they were made."
     run(recipe(Stage2, tmp_path/"run", steps=2, negatives=2, lora_rank=4, snapshot_steps=1, instructions="corpora",
@@ -387,6 +398,19 @@ def test_a_check_notices(tmp_path):
     assert spoil("sentence_bert_config.json", max_seq_length=32)["other_tokens"] > 0
     assert spoil("config_sentence_transformers.json", prompts=dict(query="Find: ", document=""))["queries"] > 1e-3
     assert not spoil("config.json", rope_theta=5e5, rope_parameters=dict(rope_theta=5e5, rope_type="default"))["same"]
+
+
+def test_vectors_that_are_not_finite_are_never_the_same(tmp_path):
+    from safetensors.torch import load_file, save_file
+    export(model := checkpoint(tmp_path/"m"), tmp_path/"out")
+    weights = load_file(file := tmp_path/"out/model.safetensors")
+    save_file(weights | {"norm.weight": weights["norm.weight"]*torch.nan}, file, dict(format="pt"))
+    assert not check(model, tmp_path/"out")["same"]
+    weights = load_file(file := Path(model)/"model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
+    save_file(weights, file, dict(format="pt"))
+    with pytest.raises(ValueError, match="up_proj.weight has a weight of 100000, which float16 cannot hold"):
+        export(model, tmp_path/"half", dtype="float16")
 
 
 def test_a_misspelt_name_of_an_instruction_is_not_one():

@@ -82,6 +82,17 @@ def test_a_gguf_that_llama_cpp_could_not_follow_is_refused(tmp_path):
     assert not (tmp_path/"early").exists(), "the same command can be given again"
 
 
+@pytest.mark.parametrize("config, message", [
+    (dict(hidden_act="gelu"), "hidden_act='gelu' cannot be said in a GGUF"),
+    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)),
+     r"positions are scaled by 1.13863 \(rope_type=yarn\)")])
+def test_what_the_settings_of_a_gguf_cannot_say_is_refused(tmp_path, config, message):
+    pytest.importorskip("gguf")
+    with pytest.raises(ValueError, match=message):
+        export_everywhere(checkpoint(tmp_path/"m", **config), tmp_path/"out", ["gguf"])
+    assert not (tmp_path/"out").exists()
+
+
 def test_scaled_positions_go_into_the_gguf(tmp_path):
     "Llama 3.1 and 3.2 stretch their positions; llama.cpp gets the factors."
     need("gguf")

@@ -223,6 +223,40 @@ def test_embedders_that_make_vectors_in_different_ways_are_refused(pair, tmp_pat
                                                                               "prompts"}
 
 
+@pytest.mark.parametrize("changes, message", [
+    (dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32), "num_attention_heads is 4 in .* and 2 in"),
+    (dict(hidden_act="gelu"), "hidden_act is 'silu' in .* and 'gelu'"),
+    (dict(rms_norm_eps=0.1), "rms_norm_eps is .* and 0.1 in"), (dict(head_dim=None), "")])
+def test_tensors_of_one_shape_with_another_meaning_are_refused(pair, tmp_path, changes, message):
+    shutil.copytree(pair/"b", tmp_path/"b")
+    config = json.loads((tmp_path/"b/config.json").read_text()) | changes
+    (tmp_path/"b/config.json").write_text(json.dumps(config))
+    if not message: merge_models([str(pair/"a"), str(tmp_path/"b")], str(tmp_path/"out"))
+    else:
+        with pytest.raises(ValueError, match=message):
+            merge_models([str(pair/"a"), str(tmp_path/"b")], str(tmp_path/"out"))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(pooling="cls"), "^pooling is 'mean' in .* and 'first' in"), (dict(normalize=False), "normalize is True in"),
+    (dict(prompts=dict(query="q: ")), "prompts is {} in"), ({}, "")])
+def test_folders_of_sentence_transformers_with_another_use_are_refused(pair, tmp_path, changes, message):
+    for name, changed in dict(a={}, b=changes).items():
+        shutil.copytree(pair/name, tmp_path/name)
+        how = dict(pooling="mean", normalize=True, prompts={}) | changed
+        kinds = dict(Transformer="", Pooling="1_Pooling") | (dict(Normalize="2_Normalize") if how["normalize"] else {})
+        (tmp_path/name/"1_Pooling").mkdir()
+        for file, content in {"modules": [dict(type=f"sentence_transformers.models.{kind}", path=path)
+                                          for kind, path in kinds.items()],
+                              "1_Pooling/config": dict(pooling_mode=how["pooling"]),
+                              "config_sentence_transformers": dict(prompts=how["prompts"])}.items():
+            (tmp_path/name/f"{file}.json").write_text(json.dumps(content))
+    merge = lambda: merge_models([str(tmp_path/name) for name in "ab"], str(tmp_path/"out"))
+    if not message: merge()
+    else:
+        with pytest.raises(ValueError, match=message): merge()
+
+
 @pytest.mark.parametrize("given, message", [
     (dict(weights=[0.5, -0.5, 1], method="slerp"),
      r"weights=\[0.5, -0.5, 1\]: slerp needs weights of 0 or more; use method=linear"),
