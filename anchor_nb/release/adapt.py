@@ -33,7 +33,7 @@ from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queri
                                            score_systems, verdict, widest)
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
-from ..inference.own_pairs import match_pairs
+from ..inference.own_pairs import CHOSEN, match_pairs
 from ..models.loading import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of, read_sentence_transformers, small_files
@@ -504,9 +504,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         lines.append("These are the test queries. The model learned from first sentences, which ask for what follows.")
     else:
         lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
-        if read["passages"] > read["documents"]:
-            lines.append("Where a pair names a document of several passages, the one in which BM25 finds most of the "
-                         "query counts as the answer, which favours BM25.")
+        if read["passages"] > read["documents"]: lines.append(CHOSEN)
     lines.append(f"Trained on {split['train']:,} pairs with a negative each, {facts['mine']['negatives']:,} of them "
                  f"mined; chosen on {split['dev']} queries, judged on {split['test']}.")
     for label, facts in candidates.items():

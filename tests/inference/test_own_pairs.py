@@ -2,7 +2,7 @@
 import pytest
 
 from anchor_nb.data.documents import Passage
-from anchor_nb.inference.own_pairs import match_pairs
+from anchor_nb.inference.own_pairs import CHOSEN, match_pairs, question_set
 
 
 def asked(*answers): return [dict(query=f"q{n}", positives=[text]) for n, text in enumerate(answers)]
@@ -30,3 +30,11 @@ def test_an_id_of_two_tables_is_refused():
     with pytest.raises(ValueError, match="own.csv: 17 names products.jsonl:17 and tickets.csv:17; write which one"):
         match_pairs(asked("17"), passages, "own.csv")
     assert match_pairs(asked("tickets.csv:17"), passages) == ([("q0", 1)], [])
+
+
+def test_a_test_set_says_how_the_answer_in_a_long_document_is_chosen(tmp_path, capsys):
+    (tmp_path/"docs").mkdir()
+    (tmp_path/"docs/mill.md").write_text("# Mill\n\nThe mill burned down.\n\n# River\n\nThe river floods the meadow.\n")
+    (tmp_path/"asked.csv").write_text("query,positive\nWhat floods?,mill.md\n")
+    question_set(str(tmp_path/"docs"), str(tmp_path/"asked.csv"), str(tmp_path/"out"))
+    assert CHOSEN in capsys.readouterr().err
