@@ -21,8 +21,8 @@ from ..core.progress import announce
 from .deduplication import UNSPACED, plain
 from .packages import cache_dir
 from .shards import is_address
-from .tables import (check_columns, files_below, find_sources, format_of, hidden, links_to_nothing,
-                                   table_rows)
+from .tables import (check_columns, files_below, find_sources, format_of, hidden, holds_rows,
+                                   links_to_nothing, table_rows)
 
 # %% ../../nbs/data/11_documents.ipynb #af239778
 class Document(NamedTuple):
@@ -254,17 +254,29 @@ def is_tables(place: Path) -> bool:
     return bool(place.is_file() and format_of(place)[0]) or (place/"state.json").is_file() or (
         place/"dataset_dict.json").is_file()
 
+def of_table(source: str, columns: dict, name: str) -> list: # name: in what is told
+    "The documents of a table; which columns are read is told."
+    announce(f"{name}: {columns_read(named_in(source, columns) | columns)}")
+    return list(from_table(source, columns))
+
+def has_broken_row(path: Path, error: Exception) -> bool: # error: what reading it has raised
+    "Whether a file is a table of which one row cannot be read, and not some other JSON."
+    return bool(re.match(re.escape(str(path)) + r", (line|row) \d+: ", str(error))) and holds_rows(path)
+
 def in_folder_of_texts(folder: Path, columns: dict) -> tuple: # (documents, path -> why it is left out)
-    "The documents of a folder and its subfolders; hidden files do not count."
+    "The documents of a folder and its subfolders, hidden files aside; ValueError for a table with a broken row."
     documents, skipped = [], {}
     for path in files_below(folder):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts): continue
         try:
             if format_of(path)[0]: documents += [document._replace(id=f"{name}:{document.id}")
-                                                 for document in from_table(str(path), columns)]
+                                                 for document in of_table(str(path), columns, name)]
             else: documents.append(read_file(path, name))
-        except (ValueError, OSError) as error: skipped[name] = str(error)
+        except (ValueError, OSError) as error:
+            if has_broken_row(path, error):
+                raise
+            skipped[name] = str(error)
     for link in links_to_nothing(folder): skipped[link.relative_to(folder).as_posix()] = "a link to nothing"
     return documents, skipped
 
@@ -283,8 +295,8 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
     if far or is_tables(place) or not place.exists():
         tables = find_sources(source).values()
-        for table in tables: announce(f"{Path(table).name}: {columns_read(named_in(table, columns) | columns)}")
-        documents, skipped = [document for table in tables for document in from_table(table, columns)], {}
+        documents = [document for table in tables for document in of_table(table, columns, Path(table).name)]
+        skipped = {}
     elif place.is_file(): documents, skipped = [read_alone(place)], {}
     else: documents, skipped = in_folder_of_texts(place, columns)
     if not documents:
@@ -299,8 +311,10 @@ def left_out(skipped: dict) -> str: # path -> why; empty: nothing is
     names = {}
     for name, why in skipped.items(): names.setdefault(why, []).append(name)
     listed = lambda paths: ", ".join(paths[:3]) + ", ..."*(len(paths) > 3)
-    parts = [f"{len(paths)} x {why} ({listed(paths)})" for why, paths in names.items()]
-    return f"{len(skipped)} file{'s'*(len(skipped) != 1)} left out: {'; '.join(parts[:5])}" if parts else ""
+    tables_first = sorted(names.items(), key=lambda item: not any(format_of(path)[0] for path in item[1]))
+    parts = [f"{len(paths)} x {why} ({listed(paths)})" for why, paths in tables_first]
+    parts[5:] = [f"and {len(parts) - 5} more"]*(len(parts) > 5)
+    return f"{len(skipped)} file{'s'*(len(skipped) != 1)} left out: {'; '.join(parts)}" if parts else ""
 
 def read_alone(path: Path) -> Document:
     "One file; ValueError names it."
