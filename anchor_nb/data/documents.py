@@ -38,6 +38,8 @@ def count_words(text: str) -> int:
     return len((text if text.isascii() else UNSPACED.sub(r" \1 ", text)).split())
 
 # %% ../../nbs/data/11_documents.ipynb #956833b8
+EMBEDDED = re.compile(r"!\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(<?data:[^)]*\)|^ {0,3}\[[^\[\]]*\]:\s*<?data:.*"
+                      r"|<img\b[^<>]*\bdata:[^<>]*>") # pictures as text: ![words](data:...), [name]: data:..., and HTML
 LINK = re.compile(r"(?<!!)\[([^\[\]]+)\]\(<?([^()<>\s]+)>?(?:\s+\"[^\"]*\")?\)") # [words](where "title")
 
 def without_pipes(line: str) -> str: # empty: the line below a table's head
@@ -70,6 +72,7 @@ def from_markdown(name: str, text: str) -> Document:
         mark = re.match(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)", line)
         if mark and not (fence and (mark[2].strip() or not mark[1].startswith(fence))): fence = "" if fence else mark[1]
         elif not fence:
+            line = EMBEDDED.sub(r"\1", line)
             links += LINK.findall(line)
             line = without_pipes(LINK.sub(r"\1", line))
         heading = None if fence else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*", line)
@@ -420,7 +423,14 @@ def passages_file(folder: Path, words: int = 160, titled: bool = True) -> Path: 
 ENGLISH = set("the of and to in a is that for it as with on by are be this or from an at which you can not".split())
 
 def not_english(texts: list, share: float = 0.08) -> float: # in [0, 1]
-    "The share of texts that have 20 words or more and few of the commonest English ones; a rough guess."
-    parts = (re.findall(r"\w+", UNSPACED.sub(r" \1 ", text.lower())) for text in texts)
-    long = [words for words in parts if len(words) >= 20]
-    return sum(sum(word in ENGLISH for word in words) < share*len(words) for words in long)/max(1, len(texts))
+    "The share of texts with few of the commonest English words; short ones are judged together. A rough guess."
+    groups, short = [], [] # of [words, how many texts]
+    for text in texts:
+        words = re.findall(r"\w+", UNSPACED.sub(r" \1 ", text.lower()))
+        if len(words) >= 20: groups.append([words, 1])
+        elif len(words) >= 5: # fewer may be a name
+            if not short or len(short[-1][0]) >= 60: short.append([[], 0])
+            short[-1] = [short[-1][0] + words, short[-1][1] + 1]
+    groups += [group for group in short if len(group[0]) >= 20]
+    few = lambda words: sum(word in ENGLISH for word in words) < share*len(words)
+    return sum(count for words, count in groups if few(words))/max(1, len(texts))

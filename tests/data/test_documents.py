@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from anchor_nb.data.documents import left_out, read_documents
+from anchor_nb.data.documents import left_out, not_english, read_documents
 
 
 def test_tables_that_are_left_out_come_first_and_the_rest_is_counted():
@@ -37,3 +37,22 @@ def test_the_columns_of_a_table_in_a_folder_are_told(tmp_path, capsys):
     read_documents(str(tmp_path))
     told = "deep/tickets.jsonl: texts from description, titles from subject, ids from ticket_id"
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("picture", ["![photo of the mill](data:image/png;base64,{})",
+                                     "[image1]: <data:image/png;base64,{}>",
+                                     '<img alt="mill" src="data:image/png;base64,{}">'])
+def test_pictures_inside_markdown_are_no_text(tmp_path, picture):
+    (tmp_path/"a.md").write_text(f"The old mill.\n\n{picture.format('iVBORw0KGgo'*1000)}\n\nIt burned down.\n")
+    (document,), _ = read_documents(str(tmp_path/"a.md"))
+    text = document.sections[0][1]
+    assert "iVBOR" not in text and text.startswith("The old mill.") and text.endswith("It burned down.")
+    assert ("photo of the mill" in text) == picture.startswith("!")
+
+
+def test_short_texts_in_other_languages_are_noticed():
+    german = ["Der Drucker im dritten Stock druckt seit heute Morgen nicht mehr richtig.",
+              "Mein Kennwort wurde abgelehnt, bitte setzen Sie es in Kürze zurück."]*150
+    english = ["The printer on the third floor has not been printing since this morning.",
+               "My password was rejected, so please set it again for me."]*150
+    assert (not_english(german), not_english(english), not_english(["list files"]*300)) == (1, 0, 0)
