@@ -58,8 +58,8 @@ class Answers:
         "The passages of the document of a name; ValueError where several have it."
         documents = names.get(name, []) if name else []
         if len(documents) > 1:
-            several = " and ".join(documents[:3]) + ", ..."*(len(documents) > 3)
-            raise ValueError(f"{self.source}: {name} names {several}; write which one, such as {documents[0]}")
+            several = " or ".join(documents[:3]) + ", ..."*(len(documents) > 3)
+            raise ValueError(f"{self.source}: {name!r} may be {several}; write which one, such as {documents[0]}")
         return self.named[documents[0]] if documents else []
 
     def shared(self, text: str): # -> [passages]

@@ -27,7 +27,7 @@ def test_a_number_is_never_looked_for_in_texts(capsys):
 
 def test_an_id_of_two_tables_is_refused():
     passages = [Passage(f"{table}:17", "", "", f"Text of {table}.") for table in ("products.jsonl", "tickets.csv")]
-    with pytest.raises(ValueError, match="own.csv: 17 names products.jsonl:17 and tickets.csv:17; write which one"):
+    with pytest.raises(ValueError, match="own.csv: '17' may be products.jsonl:17 or tickets.csv:17; write which one"):
         match_pairs(asked("17"), passages, "own.csv")
     assert match_pairs(asked("tickets.csv:17"), passages) == ([("q0", 1)], [])
 
