@@ -36,6 +36,7 @@ def holders(pairs) -> dict: # of (name, document); -> name -> documents
     for name, document in pairs: names[composed(name)][document] = True
     return {name: list(documents) for name, documents in names.items()}
 
+# %% ../../nbs/inference/07_own_pairs.ipynb #103435a5
 class Answers:
     "Finds the passage that a text stands for."
     def __init__(self, passages: list, repeats: list, source: str): # as `passages_of` gives them; source: in messages
