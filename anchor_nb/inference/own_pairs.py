@@ -36,6 +36,10 @@ def holders(pairs) -> dict: # of (name, document); -> name -> documents
     for name, document in pairs: names[composed(name)][document] = True
     return {name: list(documents) for name, documents in names.items()}
 
+def unique(names: dict) -> dict: # as of `holders`
+    "The names that only one document has."
+    return {name: documents for name, documents in names.items() if len(documents) == 1}
+
 # %% ../../nbs/inference/07_own_pairs.ipynb #103435a5
 class Answers:
     "Finds the passage that a text stands for."
@@ -49,7 +53,6 @@ class Answers:
         rows = holders((name.partition(":")[2], name) for name in self.named if ":" in name) # of tables in a folder
         self.names = rows | holders((name, name) for name in self.named)
         stem, alone = lambda name: re.sub(r"\.[a-zA-Z]\w{0,4}$", "", name), lambda name: name.rpartition("/")[2]
-        unique = lambda names: {name: documents for name, documents in names.items() if len(documents) == 1}
         files = unique(holders((short, name) for name in self.named for short in (alone(name), stem(alone(name)))))
         self.stems = files | holders((stem(name), name) for name in self.named)
         self.titles = unique(holders((plain(passage.title), passage.document) for passage in passages))
