@@ -49,7 +49,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import MINI, SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 16 # raised when a step comes to make something else of the same inputs
+MADE = 17 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
