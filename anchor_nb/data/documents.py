@@ -21,8 +21,8 @@ from ..core.progress import announce
 from .deduplication import UNSPACED, plain
 from .packages import cache_dir
 from .shards import is_address
-from .tables import (check_columns, files_below, find_sources, format_of, hidden, links_to_nothing,
-                                   table_rows)
+from .tables import (check_columns, files_below, find_sources, format_of, hidden, holds_rows,
+                                   links_to_nothing, table_rows)
 
 # %% ../../nbs/data/11_documents.ipynb #af239778
 class Document(NamedTuple):
@@ -38,6 +38,8 @@ def count_words(text: str) -> int:
     return len((text if text.isascii() else UNSPACED.sub(r" \1 ", text)).split())
 
 # %% ../../nbs/data/11_documents.ipynb #956833b8
+EMBEDDED = re.compile(r"!\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(<?data:[^)]*\)|^ {0,3}\[[^\[\]]*\]:\s*<?data:.*"
+                      r"|<img\b[^<>]*\bdata:[^<>]*>") # pictures as text: ![words](data:...), [name]: data:..., and HTML
 LINK = re.compile(r"(?<!!)\[([^\[\]]+)\]\(<?([^()<>\s]+)>?(?:\s+\"[^\"]*\")?\)") # [words](where "title")
 
 def without_pipes(line: str) -> str: # empty: the line below a table's head
@@ -70,6 +72,7 @@ def from_markdown(name: str, text: str) -> Document:
         mark = re.match(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)", line)
         if mark and not (fence and (mark[2].strip() or not mark[1].startswith(fence))): fence = "" if fence else mark[1]
         elif not fence:
+            line = EMBEDDED.sub(r"\1", line)
             links += LINK.findall(line)
             line = without_pipes(LINK.sub(r"\1", line))
         heading = None if fence else re.fullmatch(r" {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*", line)
@@ -254,17 +257,29 @@ def is_tables(place: Path) -> bool:
     return bool(place.is_file() and format_of(place)[0]) or (place/"state.json").is_file() or (
         place/"dataset_dict.json").is_file()
 
+def of_table(source: str, columns: dict, name: str) -> list: # name: in what is told
+    "The documents of a table; which columns are read is told."
+    announce(f"{name}: {columns_read(named_in(source, columns) | columns)}")
+    return list(from_table(source, columns))
+
+def has_broken_row(path: Path, error: Exception) -> bool: # error: what reading it has raised
+    "Whether a file is a table of which one row cannot be read, and not some other JSON."
+    return bool(re.match(re.escape(str(path)) + r", (line|row) \d+: ", str(error))) and holds_rows(path)
+
 def in_folder_of_texts(folder: Path, columns: dict) -> tuple: # (documents, path -> why it is left out)
-    "The documents of a folder and its subfolders; hidden files do not count."
+    "The documents of a folder and its subfolders, hidden files aside; ValueError for a table with a broken row."
     documents, skipped = [], {}
     for path in files_below(folder):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts): continue
         try:
             if format_of(path)[0]: documents += [document._replace(id=f"{name}:{document.id}")
-                                                 for document in from_table(str(path), columns)]
+                                                 for document in of_table(str(path), columns, name)]
             else: documents.append(read_file(path, name))
-        except (ValueError, OSError) as error: skipped[name] = str(error)
+        except (ValueError, OSError) as error:
+            if has_broken_row(path, error):
+                raise
+            skipped[name] = str(error)
     for link in links_to_nothing(folder): skipped[link.relative_to(folder).as_posix()] = "a link to nothing"
     return documents, skipped
 
@@ -283,8 +298,8 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
     if far or is_tables(place) or not place.exists():
         tables = find_sources(source).values()
-        for table in tables: announce(f"{Path(table).name}: {columns_read(named_in(table, columns) | columns)}")
-        documents, skipped = [document for table in tables for document in from_table(table, columns)], {}
+        documents = [document for table in tables for document in of_table(table, columns, Path(table).name)]
+        skipped = {}
     elif place.is_file(): documents, skipped = [read_alone(place)], {}
     else: documents, skipped = in_folder_of_texts(place, columns)
     if not documents:
@@ -299,8 +314,10 @@ def left_out(skipped: dict) -> str: # path -> why; empty: nothing is
     names = {}
     for name, why in skipped.items(): names.setdefault(why, []).append(name)
     listed = lambda paths: ", ".join(paths[:3]) + ", ..."*(len(paths) > 3)
-    parts = [f"{len(paths)} x {why} ({listed(paths)})" for why, paths in names.items()]
-    return f"{len(skipped)} file{'s'*(len(skipped) != 1)} left out: {'; '.join(parts[:5])}" if parts else ""
+    tables_first = sorted(names.items(), key=lambda item: not any(format_of(path)[0] for path in item[1]))
+    parts = [f"{len(paths)} x {why} ({listed(paths)})" for why, paths in tables_first]
+    parts[5:] = [f"and {len(parts) - 5} more"]*(len(parts) > 5)
+    return f"{len(skipped)} file{'s'*(len(skipped) != 1)} left out: {'; '.join(parts)}" if parts else ""
 
 def read_alone(path: Path) -> Document:
     "One file; ValueError names it."
@@ -406,7 +423,14 @@ def passages_file(folder: Path, words: int = 160, titled: bool = True) -> Path: 
 ENGLISH = set("the of and to in a is that for it as with on by are be this or from an at which you can not".split())
 
 def not_english(texts: list, share: float = 0.08) -> float: # in [0, 1]
-    "The share of texts that have 20 words or more and few of the commonest English ones; a rough guess."
-    parts = (re.findall(r"\w+", UNSPACED.sub(r" \1 ", text.lower())) for text in texts)
-    long = [words for words in parts if len(words) >= 20]
-    return sum(sum(word in ENGLISH for word in words) < share*len(words) for words in long)/max(1, len(texts))
+    "The share of texts with few of the commonest English words; short ones are judged together. A rough guess."
+    groups, short = [], [] # of [words, how many texts]
+    for text in texts:
+        words = re.findall(r"\w+", UNSPACED.sub(r" \1 ", text.lower()))
+        if len(words) >= 20: groups.append([words, 1])
+        elif len(words) >= 5: # fewer may be a name
+            if not short or len(short[-1][0]) >= 60: short.append([[], 0])
+            short[-1] = [short[-1][0] + words, short[-1][1] + 1]
+    groups += [group for group in short if len(group[0]) >= 20]
+    few = lambda words: sum(word in ENGLISH for word in words) < share*len(words)
+    return sum(count for words, count in groups if few(words))/max(1, len(texts))

@@ -161,6 +161,7 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
         raise ValueError(f"queries={queries}, and {data} has {total} different ones; leave some to train on")
     chosen = draw_test(rows, groups, queries or max(1, round(share*total)), seed)
     corpus, questions, judged = retrieval_parts(rows, chosen)
+    names = sum(bool(re.fullmatch(r".{1,100}\.[A-Za-z]\w{0,4}", text)) for text in corpus.values())
     held, answers = set(chosen), {plain(text) for n in chosen for text in rows[n]["positives"]}
     sizes = [asked(rows, group) for group in groups if group[0] in held]
     spoilt = answering([row for n, row in enumerate(rows) if n not in held], answers)
@@ -168,7 +169,7 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
                  largest_group=max(map(len, groups)), queries=len(questions), answers=len(answers),
                  documents=len(corpus), test_rows=len(chosen), test_groups=len(sizes),
                  interval=round(interval(sizes), 1), pairs={},
-                 file_names=all(re.fullmatch(r"\S+\.[A-Za-z]\w{0,4}", text) for text in corpus.values()))
+                 file_names=2*names > len(corpus))
     with new_folder(Path(out)) as folder:
         write_test(folder/"test", corpus, questions, judged)
         first = 0
@@ -200,6 +201,6 @@ def split_lines(facts: dict, out: str) -> list:
         lines.append(f"the largest group has {facts['largest_group']} rows and is trained on as a whole: they share "
                      "documents, or nearly repeat each other, as texts made from one template do")
     if facts.get("file_names"):
-        lines.append("the answers look like names of files, and are taken for texts; only adapt and testset look them "
+        lines.append("most answers look like names of files, and are taken for texts; only adapt and testset look them "
                      "up")
     return lines

@@ -33,7 +33,7 @@ from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queri
                                            score_systems, verdict, widest)
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
-from ..inference.own_pairs import match_pairs
+from ..inference.own_pairs import CHOSEN, match_pairs
 from ..models.loading import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import kind_of, read_sentence_transformers, small_files
@@ -49,7 +49,7 @@ from ..runs.manifest import finish_run, read_manifest, start_run
 from ..training.encoders import MINI, SEARCHED, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 16 # raised when a step comes to make something else of the same inputs
+MADE = 17 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -514,9 +514,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
         lines.append("These are the test queries. The model learned from first sentences, which ask for what follows.")
     else:
         lines.append(f"{pairs['given'] - pairs['lost']:,} of {pairs['given']:,} pairs belong to a document.")
-        if read["passages"] > read["documents"]:
-            lines.append("Where a pair names a document of several passages, the one in which BM25 finds most of the "
-                         "query counts as the answer, which favours BM25.")
+        if read["passages"] > read["documents"]: lines.append(CHOSEN)
     if split.get("twins"):
         lines.append(f"The answers of {split['twins']} of the {split['test']} test queries have another passage that "
                      "nearly repeats them and counts as wrong, so all scores are too low. Remove old versions of your "

@@ -192,9 +192,11 @@ def test_ctrl_c_while_it_is_importing_is_two_lines():
     assert found.returncode == 130 and len(found.stderr.splitlines()) == 2 and "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("text, said", [("page{n}.txt", True), ("the answer number {n}.", False)])
+@pytest.mark.parametrize("text, said", [("page{n}.txt", True), ("My page {n}.docx", True),
+                                        ("the answer number {n}.", False)])
 def test_split_says_that_it_takes_names_for_texts(text, said, tmp_path):
     rows = [dict(query=f"question {n} of year{n}?", positive=text.format(n=n)) for n in range(60)]
+    rows[0]["positive"] = "An answer of another kind."
     (tmp_path/"rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = CliRunner().invoke(app, ["split", str(tmp_path/"rows.jsonl"), "-o", str(tmp_path/"out")])
     assert done.exit_code == 0 and ("look like names of files" in done.output) == said
