@@ -674,8 +674,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.not_english': ( 'data/documents.html#not_english',
                                                                                     'anchor_nb/data/documents.py'),
-                                          'anchor_nb.data.documents.of_table': ( 'data/documents.html#of_table',
-                                                                                 'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.passages_file': ( 'data/documents.html#passages_file',
                                                                                       'anchor_nb/data/documents.py'),
                                           'anchor_nb.data.documents.passages_of': ( 'data/documents.html#passages_of',

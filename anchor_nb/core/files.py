@@ -46,15 +46,14 @@ def write_text(path: Path,          # the file to write; its folder is created i
 def read_yaml(path: Path): # -> plain values
     "What a YAML file holds; ValueError names file and line, also of a key that is there twice."
     import yaml
-    class Loader(yaml.SafeLoader): pass
-    def once(loader, node):
-        known = set()
-        for key, _ in node.value:
-            if key.value in known:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-            if isinstance(key, yaml.ScalarNode): known.add(key.value)
-        return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-    Loader.add_constructor("tag:yaml.org,2002:map", once)
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor):
+            node, known = super().compose_mapping_node(anchor), set()
+            for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+                if key.value in known:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                known.add(key.value)
+            return node
     try: return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except yaml.YAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""

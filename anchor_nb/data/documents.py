@@ -225,9 +225,10 @@ def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or 
                          "that names the columns, or say which is the text with columns='{text: ...}'")
     return named
 
-def from_table(source: str, columns: dict) -> Iterator: # of `Document`
-    "The documents of one table; a row without a text has its title instead, and one with neither is left out."
+def from_table(source: str, columns: dict, told: str = "") -> Iterator: # told: its name, for what is read of it
+    "The `Document`s of one table; a row without a text has its title instead, and one with neither is left out."
     named, empty, seen = named_in(source, columns), 0, set()
+    if told: announce(f"{told}: {columns_read(named | columns)}")
     sure = named["id"].lower() in NAMES["id"] # or it is a column whose first values were unique
     for number, (_, row) in enumerate(table_rows(source, columns), 1):
         if not isinstance(row, dict): continue
@@ -257,11 +258,6 @@ def is_tables(place: Path) -> bool:
     return bool(place.is_file() and format_of(place)[0]) or (place/"state.json").is_file() or (
         place/"dataset_dict.json").is_file()
 
-def of_table(source: str, columns: dict, name: str) -> list: # name: in what is told
-    "The documents of a table; which columns are read is told."
-    announce(f"{name}: {columns_read(named_in(source, columns) | columns)}")
-    return list(from_table(source, columns))
-
 def has_broken_row(path: Path, error: Exception) -> bool: # error: what reading it has raised
     "Whether a file is a table of which one row cannot be read, and not some other JSON."
     return bool(re.match(re.escape(str(path)) + r", (line|row) \d+: ", str(error))) and holds_rows(path)
@@ -274,7 +270,7 @@ def in_folder_of_texts(folder: Path, columns: dict) -> tuple: # (documents, path
         if any(part.startswith(".") for part in Path(name).parts): continue
         try:
             if format_of(path)[0]: documents += [document._replace(id=f"{name}:{document.id}")
-                                                 for document in of_table(str(path), columns, name)]
+                                                 for document in from_table(str(path), columns, name)]
             else: documents.append(read_file(path, name))
         except (ValueError, OSError) as error:
             if has_broken_row(path, error):
@@ -298,7 +294,7 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
     if far or is_tables(place) or not place.exists():
         tables = find_sources(source).values()
-        documents = [document for table in tables for document in of_table(table, columns, Path(table).name)]
+        documents = [document for table in tables for document in from_table(table, columns, Path(table).name)]
         skipped = {}
     elif place.is_file(): documents, skipped = [read_alone(place)], {}
     else: documents, skipped = in_folder_of_texts(place, columns)

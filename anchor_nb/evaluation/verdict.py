@@ -133,7 +133,7 @@ def verdict(sheet: dict,    # from `score_systems`
     better, worse = hits.low > 0 and luck <= LUCK, hits.high < 0 and luck <= LUCK
     sources = len({groups[query] for query in ours if query in groups})
     lucky, few = (hits.low > 0 or hits.high < 0) and luck > LUCK, 0 < sources < DOCUMENTS
-    needed, small = 0, -SMALL < hits.low and hits.high < SMALL and not few
+    needed, small = 0, -SMALL < hits.low and hits.high < SMALL and count >= TELLING and not few
     if any(apart) and not (better or worse or small):
         needed = max(grown(hits, count), count + 1, 2*count*lucky, -(-count*DOCUMENTS//sources) if few else 0,
                      -(-count*DIFFER//sum(map(bool, apart)))) # no fewer differences reach that p

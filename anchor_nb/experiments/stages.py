@@ -284,6 +284,7 @@ def check_said(stage: str, values: dict, made: list = ()): # made: folders where
         if not isinstance(name, str) or name in ("", "bm25", *MODELS, *BUILT_MODELS): continue
         if not any(folder in (Path(name), *Path(name).parents) for folder in made): resolve_model(name)
 
+# %% ../../nbs/experiments/00_stages.ipynb #576401c1
 def check_tasks(stage: str, values: dict, made: list = ()): # made: folders where other stages will write
     "FileNotFoundError or ValueError for a task or benchmark that is not there; reads no texts."
     if stage != "evaluate": return
@@ -299,11 +300,11 @@ def check_tasks(stage: str, values: dict, made: list = ()): # made: folders wher
 def check_beside(stage: str, values: dict):
     "ValueError for an evaluation that would write into a model or a test set."
     if stage != "evaluate": return
-    given = values["models"].values() if isinstance(values["models"], dict) else []
-    models = [one.get("model", "") if isinstance(one, dict) else one
-              for several in given for one in (several if isinstance(several, list) else [several])]
-    folders = [str(place/"model") if ((place := Path(name).expanduser())/"model").is_dir() else name
-               for name in models if isinstance(name, str)]
+    models = values["models"].values() if isinstance(values["models"], dict) else []
+    seeds = [seed for value in models for seed in (value if isinstance(value, list) else [value])]
+    names = [seed.get("model", "") if isinstance(seed, dict) else seed for seed in seeds]
+    places = [Path(name).expanduser() for name in names if isinstance(name, str) and name]
+    folders = [place/"model" if (place/"model").is_dir() else place for place in places]
     keep_apart(Path(values["out"])/"ledger.jsonl", models=folders, tasks=values["tasks"])
 
 def check_corpora(stage: str, values: dict):

@@ -162,7 +162,8 @@ def node_of(stage: str, values: dict, needs: list, root: Path, nodes: dict) -> N
     made = [Path(node.parameters["out"]) for node in nodes.values()] # whose names stand for their content
     inside = lambda address, path: any(out in (Path(path), *Path(path).parents) for out in made)
     for kind, path in inputs_of(recipe).values():
-        if kind == "files" and Path(path).is_dir() and Path(path).resolve() in Path(root).resolve().parents:
+        place = Path(path).expanduser()
+        if kind == "files" and path and place.is_dir() and place.resolve() in Path(root).resolve().parents:
             raise ValueError(f"the sweep's folder {root} lies in {path}, whose content decides which runs are done; "
                              "choose an out elsewhere")
     out = hashed_out(recipe, input_hashes(recipe, inside), root)
@@ -210,9 +211,11 @@ def plan_sweep(sweep: dict, root: Path) -> tuple: # (name -> `Node`, list of (`A
     nodes, arms = {}, []
     for arm in arms_of(sweep):
         try: arms.append((arm, [node.name for node in nodes_of_arm(sweep, arm, Path(root), nodes)]))
-        except (OSError, ValueError) as error:
-            where = "" if str(error).startswith(f"arm {arm.label}:") else f"arm {arm.label}: "
-            raise (OSError if isinstance(error, OSError) else ValueError)(f"{where}{error}") from None
+        except (FileNotFoundError, ValueError) as error:
+            if getattr(error, "errno", None) or str(error).startswith(f"arm {arm.label}:"):
+                raise
+            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+            raise kind(f"arm {arm.label}: {error}") from None
     return nodes, arms
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #d1f5c340
@@ -411,9 +414,11 @@ def settle(state: dict, nodes: dict, ended: dict):
 # %% ../../nbs/experiments/07_sweeps.ipynb #8f37df88
 def reasons(state: dict, root: Path) -> dict: # name -> text
     "Why nodes failed, from what their processes left behind."
-    jobs = Path(root)/"jobs"
-    return {name: outcome_of(jobs/f"{name}.job.json").get("reason") or f"it ended without a reason; see {jobs}/{name}*"
-            for name, now in state.items() if now in ("failed", "stopped")}
+    def reason(name):
+        outcome = outcome_of(Path(root)/"jobs"/f"{name}.job.json")
+        if outcome.get("code") == 0: return "its data has changed since it began; put it back, or delete its folder"
+        return outcome.get("reason") or f"it ended without a reason; see {root}/jobs/{name}*"
+    return {name: reason(name) for name, now in state.items() if now in ("failed", "stopped")}
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #b786860b
 def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # name -> state

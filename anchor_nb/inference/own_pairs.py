@@ -54,7 +54,7 @@ class Answers:
         self.names = rows | holders((name, name) for name in self.named)
         stem, alone = lambda name: re.sub(r"\.[a-zA-Z]\w{0,4}$", "", name), lambda name: name.rpartition("/")[2]
         files = unique(holders((short, name) for name in self.named for short in (alone(name), stem(alone(name)))))
-        self.stems = files | holders((stem(name), name) for name in self.named)
+        self.stems = files | unique(holders((stem(name), name) for name in self.named))
         self.titles = unique(holders((plain(passage.title), passage.document) for passage in passages))
         self.words = None # made when it is needed
 
@@ -88,7 +88,7 @@ class Answers:
         "The passages that an answer may stand for."
         path, text = composed(answer.strip().replace("\\", "/").removeprefix("./")), plain(answer)
         below = path.partition("/")[2] # from the folder that holds all
-        yield "by name", self.under(path, self.names) or self.under(below, self.names)
+        yield "by name", self.under(path, self.names) or self.under(below, unique(self.names))
         yield "as a text", [self.whole[text]] if text in self.whole else []
         yield "by name", self.under(path, self.stems) or self.under(text, self.titles)
         if is_number(answer): return
@@ -104,8 +104,9 @@ class Answers:
 # %% ../../nbs/inference/07_own_pairs.ipynb #4846e45a
 def number_fix(answers: list, passages: list) -> str: # answers: that are lost; empty: none is a number
     "What helps where a document's number is no id of it."
-    number = next(filter(is_number, answers), "")
-    return number and (f"a number such as {number} is looked up as an id, and the documents have others, such as "
+    numbers = list(filter(is_number, answers))
+    if 2*len(numbers) <= len(answers): return ""
+    return (f"a number such as {numbers[0]} is looked up as an id, and the documents have others, such as "
                        f"{passages[0].document}: name the column of ids with document_columns='{{id: ...}}'")
 
 def match_pairs(rows: list,     # in the common form
@@ -122,7 +123,7 @@ def match_pairs(rows: list,     # in the common form
     fix = number_fix([row["positives"][0] for row in lost], passages)
     if 2*len(lost) > len(rows):
         begun = lambda text: repr(text[:60] + "..."*(len(text) > 60))
-        exchanged = all(next(answers.candidates(row["query"]))[1] for row in lost[:10]) # the first: by id
+        exchanged = all(answers.under(composed(row["query"].strip()), unique(answers.names)) for row in lost[:10])
         fix = "the queries are documents, so exchange the two columns" if exchanged else fix or (
             f"an answer must be a text of the documents, a part of one, or a document's id or path, such as "
             f"{passages[0].document}")

@@ -266,8 +266,9 @@ def as_units(vectors): # -> the same, or an array
     return vectors if ((rows.norm(dim=1) - 1).abs() < 1e-3).all() else F.normalize(rows.float(), dim=1).cpu().numpy()
 
 def settings(embedder: AnchorEmbedder) -> dict: # as `identity`, without the weights
-    "What can be set on an embedder, and decides its vectors."
-    return vector_identity([], usage(embedder))
+    "What can be set on an embedder, and decides the vectors of documents."
+    facts = vector_identity([], usage(embedder))
+    return {name: fact for name, fact in facts.items() if name != "prompts"} # that of documents has a place of its own
 
 def refuse_changed(index): # `Index`
     "ValueError when the embedder would no longer make the vectors of an index."

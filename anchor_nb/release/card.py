@@ -427,7 +427,7 @@ def write_card(card: CardContent) -> str:
     carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in card.runs]
     stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}", says,
                departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(card.runs, carried)]
-    unscored = CHANGED.format(options=card.options) if card.options else UNSCORED
+    unscored = CHANGED.format(options=card.options) if card.options and card.rows else UNSCORED
     page = ModelCard.from_template(
         card_data(card), template_str=PAGE, title=card.name.rpartition("/")[2], summary=summary(card),
         licence=licence_line(card), usage=card.facts and usage(card.name, card.facts, card.checked), row=row,

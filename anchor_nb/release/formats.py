@@ -242,6 +242,7 @@ def tensors(model, architecture): # -> a generator of (name, fp32 array)
     factors = theta**-(np.arange(len(frequencies))/len(frequencies))/frequencies
     if abs(factors - 1).max() > 1e-4: yield "rope_freqs.weight", factors.astype(np.float32)
 
+# %% ../../nbs/release/07_formats.ipynb #cc645c95
 def scale_of_positions(config) -> float: # config: of a decoder
     "What a stretched RoPE multiplies sines and cosines by."
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -59,10 +59,10 @@ CONTENT = dict(
     code=lambda name: content_at(code_file(name)),
     instructions=lambda path: "" if path in NAMES else content_at(path))
 
-def same_place(kind: str, one, other) -> bool: # kind: of `CONTENT`, or empty
+def same_place(kind: str, value, other) -> bool: # kind: of `CONTENT`, or empty
     "Whether two values of a setting are equal, or two spellings of one path; a run and its model are one."
-    if one == other or not kind or not isinstance(one, str) or not isinstance(other, str): return one == other
-    places = [Path(os.path.abspath(os.path.expanduser(path))) for path in (one, other)]
+    if value == other or not kind or not isinstance(value, str) or not isinstance(other, str): return value == other
+    places = [Path(os.path.abspath(os.path.expanduser(path))) for path in (value, other)]
     if kind in ("model", "run"):
         places = [place/"model" if (place/"model").is_dir() else place for place in places]
     return places[0] == places[1] and places[0].exists()

@@ -13,8 +13,8 @@ from pathlib import Path
 from .identity import (engine_of, inputs_beside, inputs_of, recipe_sha256, same_content, same_place,
                                      settings_of)
 from .ledger import read_json, write_json
-from .provenance import (code_version, file_facts, gpu_names, library_versions, machine, peak_gpu_memory,
-                                       peak_memory)
+from .provenance import code_version, gpu_names, library_versions, machine, peak_gpu_memory, peak_memory
+from ..data.tables import file_hash
 from ..core.files import has_weights
 from ..core.settings import default
 from ..core.progress import running_shell
@@ -133,7 +133,7 @@ def edited(out: Path, manifest: dict) -> list: # of names
     "The files of a complete run of `prepare` that are not as it wrote them."
     written = manifest["data"].items() if (manifest["stage"], manifest["status"]) == ("prepare", "complete") else ()
     return [name for name, facts in written
-            if (Path(out)/name).is_file() and file_facts(Path(out)/name)["sha256"] != facts["sha256"]]
+            if (Path(out)/name).is_file() and file_hash(Path(out)/name) != facts["sha256"]]
 
 def is_untrained(out: Path, manifest: dict) -> bool:
     "Whether a training run failed before its first step, so that it may start over with other settings."
@@ -163,7 +163,8 @@ def start_run(out: Path,          # the run folder
         raise ValueError(f"{out} holds another run: {'; '.join(differing)}. Give another out, or delete that folder to "
                          "start over")
     if changed := edited(out, manifest):
-        raise ValueError(f"{out/changed[0]} has changed since it was written; put it back, or give another out")
+        raise ValueError(f"{out/changed[0]} has changed since it was written; put it back, delete it to have it made "
+                         "again, or give another out")
     if is_complete(out, manifest): return "done"
     manifest["starts"].append(now())
     write_json(out/"run.json", manifest | dict(status="running"))

@@ -87,6 +87,12 @@ def test_a_root_inside_the_data_is_refused(tmp_path, monkeypatch):
         sweeps.run_sweep(said, "runs", dry_run=True)
 
 
+def test_the_usual_root_is_no_data(tmp_path, monkeypatch):
+    "Where nothing is named as data_root, that is not the current folder."
+    monkeypatch.chdir(tmp_path)
+    assert sweeps.run_sweep(write(tmp_path/"s.yaml", base=SMALL), dry_run=True)["waiting"] == 3
+
+
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(FileNotFoundError, match="ablation, alpha"): sweeps.read_sweep("alfa")
 

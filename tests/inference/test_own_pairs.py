@@ -23,6 +23,8 @@ def test_a_number_is_never_looked_for_in_texts(capsys):
         match_pairs(asked("1", "2", "3"), passages)
     assert match_pairs(asked("1", "row 2", "size 3"), passages) == ([("q1", 2), ("q2", 3)], ["q0"])
     assert "name the column of ids" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="an answer must be a text"):
+        match_pairs(asked("1", "zzz yyy", "uuu"), passages)
 
 
 def test_an_id_of_two_tables_is_refused():
@@ -30,6 +32,8 @@ def test_an_id_of_two_tables_is_refused():
     with pytest.raises(ValueError, match="own.csv: '17' may be products.jsonl:17 or tickets.csv:17; write which one"):
         match_pairs(asked("17"), passages, "own.csv")
     assert match_pairs(asked("tickets.csv:17"), passages) == ([("q0", 1)], [])
+    passages.append(Passage("hours.md", "", "", "Open 24/17, and all year."))
+    assert match_pairs(asked("24/17"), passages) == ([("q0", 2)], []), "no path, but a text"
 
 
 def test_a_test_set_says_how_the_answer_in_a_long_document_is_chosen(tmp_path, capsys):
