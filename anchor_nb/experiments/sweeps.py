@@ -416,7 +416,8 @@ def reasons(state: dict, root: Path) -> dict: # name -> text
     "Why nodes failed, from what their processes left behind."
     def reason(name):
         outcome = outcome_of(Path(root)/"jobs"/f"{name}.job.json")
-        if outcome.get("code") == 0: return "its data has changed since it began; put it back, or delete its folder"
+        if outcome.get("code") == 0 and name.startswith(TRAINING): # and yet it is not done
+            return "its data has changed since it began; put it back, or delete its folder"
         return outcome.get("reason") or f"it ended without a reason; see {root}/jobs/{name}*"
     return {name: reason(name) for name, now in state.items() if now in ("failed", "stopped")}
 
