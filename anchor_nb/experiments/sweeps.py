@@ -229,7 +229,7 @@ def is_done(node: Node) -> bool:
     "Whether a node's results are there, and its notebook ran to the end."
     out = Path(node.parameters["out"])
     if not finished(out, node.stage): return False
-    return node.stage not in TRAINING or same_data(read_manifest(out)["data"], node.parameters["data"])
+    return node.stage not in TRAINING or same_data(read_manifest(out).get("data", {}), node.parameters["data"])
 
 def same_data(recorded: dict, data: str) -> bool: # recorded: of a manifest
     "Whether a run was trained on what `data` holds now; what is gone, or elsewhere, is not asked."

@@ -127,12 +127,12 @@ def is_complete(out: Path, manifest: dict) -> bool:
     "Whether a run came to its end; training whose model is gone is to be repeated."
     if manifest["status"] != "complete": return False
     if manifest["stage"] in ("stage1", "stage2"): return has_weights(Path(out)/"model")
-    return manifest["stage"] != "prepare" or all((Path(out)/name).is_file() for name in manifest["data"])
+    return manifest["stage"] != "prepare" or all((Path(out)/name).is_file() for name in manifest.get("data", {}))
 
 def edited(out: Path, manifest: dict) -> list: # of names
     "The files of a complete run of `prepare` that are not as it wrote them."
-    written = manifest["data"].items() if (manifest["stage"], manifest["status"]) == ("prepare", "complete") else ()
-    return [name for name, facts in written
+    prepared = (manifest["stage"], manifest["status"]) == ("prepare", "complete")
+    return [name for name, facts in (manifest.get("data", {}) if prepared else {}).items()
             if (Path(out)/name).is_file() and file_hash(Path(out)/name) != facts["sha256"]]
 
 def is_untrained(out: Path, manifest: dict) -> bool:
