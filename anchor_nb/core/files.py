@@ -54,7 +54,7 @@ def read_yaml(path: Path): # -> plain values
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
                 known.add(key.value)
             return node
-    try: return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    try: return Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except yaml.YAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
         raise ValueError(f"{path}{line}: not YAML ({getattr(error, 'problem', error)})") from None
