@@ -215,7 +215,7 @@ def by_id(documents) -> dict: # texts, or id -> text; -> id -> text
     if isinstance(documents, (str, Path)):
         raise ValueError(f"documents={str(documents)!r} is one string; give texts, or use open_index for a path")
     named = documents if isinstance(documents, dict) else dict(enumerate(list_of_texts(documents)))
-    list_of_texts(named.values()) # ValueError for what is no text
+    if named is documents: list_of_texts(named.values()) # ValueError for what is no text
     if not named:
         raise ValueError("there are no documents; give at least one")
     if twice := [name for name, count in Counter(map(str, named)).items() if count > 1]:
