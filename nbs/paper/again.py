@@ -53,6 +53,7 @@ WORDNET = dict(data="wordnet", stage1=dict(steps=600, global_batch=16, learning_
 DESCRIPTIONS = dict(data="debian", model=str(ROOT/"descriptions-lm"), lm_steps=600, warm=150,
                     stage1=WORDNET["stage1"] | dict(steps=800, warmup_steps=20, carry_pairs=0),
                     stage2=WORDNET["stage2"] | dict(steps=300, snapshot_steps=150))
+WIKI = DESCRIPTIONS | dict(data="wiki", model=str(ROOT/"wiki-lm"))
 SMOLLM2 = dict(data="wordnet", model="smollm2-135m", warm=40) # steps of bags before; see nbs/results/carry/gates.py
 RUNGS = dict(
     dry=dict(VILLAGE, model="tiny", stage1=VILLAGE["stage1"] | dict(steps=4), stage2=VILLAGE["stage2"] | dict(
@@ -60,6 +61,7 @@ RUNGS = dict(
     village=dict(VILLAGE, model="tiny"),
     small=dict(WORDNET, model=str(ROOT/"small-lm")),
     descriptions=DESCRIPTIONS,
+    wiki=WIKI,
     smollm2=dict(SMOLLM2, scored="int8", grid=dict(learning_rate=(2e-4, 5e-4, 1e-3), temperature=(0.05,)),
                  stage1=WORDNET["stage1"] | dict(learning_rate=2e-4, steps=100, warmup_steps=10, carry_pairs=0,
                                                  save_steps=50),
@@ -73,10 +75,11 @@ def twice(rung, every):
     return rung | dict(stage2=rung["stage2"] | dict(steps=2*rung["stage2"]["steps"], snapshot_steps=every))
 
 
-SMALL = ("small", "descriptions") # language models that are trained here
+SMALL = ("small", "descriptions", "wiki") # language models that are trained here
 LONG = "-long" # rungs again, from the same stage I, with the same rates and temperatures
 RUNGS |= {"dry" + LONG: twice(RUNGS["dry"], 2), "village" + LONG: twice(RUNGS["village"], 50),
-          "descriptions" + LONG: twice(DESCRIPTIONS, 150), "gpu" + LONG: twice(RUNGS["gpu"], 100)}
+          "descriptions" + LONG: twice(DESCRIPTIONS, 150), "wiki" + LONG: twice(WIKI, 150),
+          "gpu" + LONG: twice(RUNGS["gpu"], 100)}
 LONGER = "-longer"
 RUNGS["gpu" + LONGER] = RUNGS["gpu"] | dict(stage2=RUNGS["gpu"]["stage2"] | dict(steps=600, snapshot_steps=200))
 
