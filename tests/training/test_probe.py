@@ -92,6 +92,8 @@ def test_a_dry_run_ends_with_the_forecast(tmp_path):
     assert not (tmp_path/"run").exists()
     away = CliRunner().invoke(app, ["stage1", *[word.replace("model=tiny", "model=owner/none") for word in words]])
     assert away.exit_code == 0 and "# no forecast: owner/none is not on this machine yet" in away.stdout
+    nowhere = CliRunner().invoke(app, ["stage1", "-p", f"data={tmp_path}/none", "--dry-run"])
+    assert isinstance(nowhere.exception, FileNotFoundError) and "steps:" in nowhere.stdout, "as the run would end"
 
 
 @pytest.mark.parametrize("settings", [dict(sharding="ddp"), dict(sharding="fsdp2")], ids=["ddp", "fsdp2"])
@@ -133,4 +135,5 @@ def test_a_dry_run_foresees_the_processes_that_are_asked_for(tmp_path, monkeypat
     sharded = trainer.forecast_lines(replace(asked, sharding="fsdp2"))
     assert sharded[0].startswith("stage1: ") and "no forecast: sharding=fsdp2 spreads the model over 4" in sharded[1]
     monkeypatch.setattr("anchor_nb.training.memory.free_memory", lambda device: 1e6)
-    assert "no forecast: stage1 does not fit" in trainer.forecast_lines(replace(asked, micro_tokens=0))[0]
+    with pytest.raises(ValueError, match="stage1 does not fit"):
+        trainer.forecast_lines(replace(asked, micro_tokens=0))
