@@ -1979,6 +1979,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'anchor_nb/experiments/sweeps.py'),
                                               'anchor_nb.experiments.sweeps.settle': ( 'experiments/sweeps.html#settle',
                                                                                        'anchor_nb/experiments/sweeps.py'),
+                                              'anchor_nb.experiments.sweeps.state_before': ( 'experiments/sweeps.html#state_before',
+                                                                                             'anchor_nb/experiments/sweeps.py'),
                                               'anchor_nb.experiments.sweeps.sweep_file': ( 'experiments/sweeps.html#sweep_file',
                                                                                            'anchor_nb/experiments/sweeps.py'),
                                               'anchor_nb.experiments.sweeps.sweeps': ( 'experiments/sweeps.html#sweeps',

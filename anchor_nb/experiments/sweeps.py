@@ -231,6 +231,12 @@ def is_done(node: Node) -> bool:
     if not finished(out, node.stage): return False
     return node.stage not in TRAINING or same_data(read_manifest(out).get("data", {}), node.parameters["data"])
 
+def state_before(node: Node) -> str: # done or waiting
+    "A node's state before the sweep runs; an evaluation that lacks a yardstick's score is tried again."
+    if not is_done(node): return "waiting"
+    if node.stage != "evaluate": return "done"
+    return "waiting" if read_json(Path(node.parameters["out"])/"summary.json").get("not_scored") else "done"
+
 def same_data(recorded: dict, data: str) -> bool: # recorded: of a manifest
     "Whether a run was trained on what `data` holds now; what is gone, or elsewhere, is not asked."
     try: sources = find_sources(data)
@@ -424,7 +430,7 @@ def reasons(state: dict, root: Path) -> dict: # name -> text
 # %% ../../nbs/experiments/07_sweeps.ipynb #b786860b
 def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # name -> state
     "Run what can be run, in order, and show it."
-    state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
+    state = {name: state_before(node) for name, node in nodes.items()}
     screen, gathered = Screen(), set()
     while True:
         state.update({name: "running" for name in runner.running if name in state})
@@ -481,7 +487,7 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
     made = [Path(node.parameters["out"]) for node in nodes.values()]
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
     for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, made)
-    state = {name: "done" if is_done(node) else "waiting" for name, node in nodes.items()}
+    state = {name: state_before(node) for name, node in nodes.items()}
     if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:
         with locked(root, "sweep"):

@@ -277,18 +277,18 @@ def foresee(inputs: Inputs, module, steps: Steps, device, processes: int = 1) ->
                     steps.step.budget, is_checkpointed(module), autocast, inputs.recipe.compile)
 
 def forecast_lines(recipe: Training) -> list: # of lines
-    "What a run would say before its first step, where data and model are at hand; trains nothing, writes nothing."
-    if not recipe.data: return ["no forecast: data is empty"]
-    try:
-        find_sources(recipe.data)
-        if not is_here(recipe.model): return [f"no forecast: {recipe.model} is not on this machine yet"]
-        inputs = check_inputs(recipe)
-        inputs.compute_in(inputs.begun.get("precision", "auto"))
-        if inputs.precision == "auto": inputs.compute_in(auto_precision(inputs.config)[0])
-        asked, gpus = inputs.recipe, torch.cuda.device_count() if on_gpu() else 0
-        device, processes = torch.device("cuda" if gpus else "cpu"), asked.processes or max(1, gpus)
-        plan = planned(inputs, str(device), processes)
-    except (OSError, ValueError) as error: return [f"no forecast: {str(error).splitlines()[0]}"]
+    """What a run would say before its first step; trains nothing, writes nothing.
+
+    OSError or ValueError where the run would end with one: its data, settings or memory.
+    """
+    find_sources(recipe.data)
+    if not is_here(recipe.model): return [f"no forecast: {recipe.model} is not on this machine yet"]
+    inputs = check_inputs(recipe)
+    inputs.compute_in(inputs.begun.get("precision", "auto"))
+    if inputs.precision == "auto": inputs.compute_in(auto_precision(inputs.config)[0])
+    asked, gpus = inputs.recipe, torch.cuda.device_count() if on_gpu() else 0
+    device, processes = torch.device("cuda" if gpus else "cpu"), asked.processes or max(1, gpus)
+    plan = planned(inputs, str(device), processes)
     if inputs.recipe.sharding == "fsdp2" and processes > 1:
         return [plan.why, f"no forecast: sharding=fsdp2 spreads the model over {processes} processes, and this is one"]
     step = STEPS[inputs.stage](inputs.recipe, inputs.formatter, plan.micro_tokens)
