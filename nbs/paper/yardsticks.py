@@ -3,8 +3,8 @@
     python nbs/paper/yardsticks.py village
     python nbs/paper/yardsticks.py gpu tuned  # MiniLM on as many of the same pairs as stage II reads, seven seeds
 
-The first is scored by `anchor-nb evaluate`. The second is sentence-transformers' trainer, one pass over as many
-batches of 64 pairs as stage II has steps; its rate (after at most 200 batches), and how much of the tuned weights is
+The first is scored by `anchor-nb evaluate`. The second is sentence-transformers' trainer, over as many batches of the
+same size as stage II has steps; its rate (after at most 200 batches), and how much of the tuned weights is
 taken, come from the pairs on which stage II is tuned too. What is there is not made again. Rows are appended to
 nbs/results/carry/again-yardsticks.jsonl.
 """
@@ -39,6 +39,12 @@ def untuned(rung):
                                                       **again.made()))
 
 
+def drawn(rows, count, generator):
+    "As many rows at random; none comes again before every other has come."
+    whole, rest = divmod(count, len(rows))
+    return [row for size in [len(rows)]*whole + [rest] for row in generator.sample(rows, size)]
+
+
 def tuned(rung, seeds=again.SEEDS):
     "MiniLM tuned on the pairs of a rung: the rate with seed 0, then every seed; a row for each."
     from anchor_nb.data.retrieval_sets import Retrieval
@@ -55,7 +61,7 @@ def tuned(rung, seeds=again.SEEDS):
     def tune(seed, rate, steps):
         out = again.ROOT/f"yardsticks/{rung}-{seed}-{rate:g}"
         if out.is_dir(): return out, json.loads((out/"training.json").read_text(encoding="utf-8"))
-        some = random.Random(seed).sample(rows, steps*second["global_batch"])
+        some = drawn(rows, steps*second["global_batch"], random.Random(seed))
         return out, tune_encoder("minilm", some, dev, str(out), epochs=1, rate=rate, batch=second["global_batch"],
                                  max_length=second["max_length"], seed=seed)
     known = {row["seed"]: row["rate"] for row in again.rows_of(again.KEPT/"again-yardsticks.jsonl")
