@@ -118,15 +118,13 @@ def dedup_pairs(data: Pairs, out: NewPairs,
                                            "you need") = [],
                 remove: option(str, "rows that show a test's queries, documents, either (all), pairs of both, or "
                                     "none: report only") = "queries",
-                all_documents: option(bool, "also look for test documents that answer nothing",
-                                            "--all-documents") = False, format: Format = "anchor_nb",
+                format: Format = "anchor_nb",
                 columns: Columns = "", memory: option(str, "what the search may hold; the rest goes to disk") = "2GB",
                 threads: option(int, "of the search; 0: one for each core") = 0, as_json: AsJson = False):
     "Drop rows that repeat others, and rows that also occur in evaluation sets; reports the overlap."
     from anchor_nb.data.deduplication import dedup_pairs
     with answering(as_json) as answer:
-        result = dedup_pairs(data, out, threshold, against, remove, all_documents, format,
-                             read_columns(columns), memory, threads)
+        result = dedup_pairs(data, out, threshold, against, remove, format, read_columns(columns), memory, threads)
         lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['equal']} equal to others, "
                  f"{facts['near']} nearly, {facts['contaminated']} show a test"
                  for name, facts in result["datasets"].items()]

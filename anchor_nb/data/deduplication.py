@@ -18,7 +18,7 @@ from ..core.files import keep_apart, new_folder, write_text
 from .rows import load_pairs
 from .tables import content_hash, find_sources
 from .writers import check_target, ending, fits_columns, write_pairs
-from .retrieval_sets import read_retrieval, relevant, split_off
+from .retrieval_sets import Retrieval, read_retrieval, relevant, split_off, subset
 
 # %% ../../nbs/data/07_deduplication.ipynb #73a544b4
 STOPS = re.compile(r"(?<=\w)\s*[.,;:!?。、]+(?=\s|$)") # after a word, before a space or the end
@@ -269,37 +269,24 @@ def duplicates(rows: list,             # in the common form
         find_repeated(db, rows, threshold)
         return repeated(db, 0, len(rows))
 
-# %% ../../nbs/data/07_deduplication.ipynb #bdb67e23
-class EvaluationSet(NamedTuple):
-    "What must not be trained on."
-    name: str
-    queries: dict    # id -> text
-    documents: dict  # id -> text
-    answers: dict    # query id -> ids of its documents
-
 # %% ../../nbs/data/07_deduplication.ipynb #2a52c152
-def read_test(folder: str,               # in the BEIR layout; may end in `:SPLIT`
-              all_documents: bool = False, # include those that answer nothing
-             ) -> EvaluationSet:
-    "An evaluation set; FileNotFoundError or ValueError name the file and the fix."
-    task = read_retrieval(folder)
-    answers = {query: relevant(judged) for query, judged in task.qrels.items()}
-    wanted = task.corpus if all_documents else {number for numbers in answers.values() for number in numbers}
-    documents = {number: text for number, text in task.corpus.items() if number in wanted}
-    return EvaluationSet(task.name, task.queries, documents, answers)
+def texts_of(test: Retrieval) -> dict: # kind -> id -> text
+    "What must not be trained on."
+    return dict(queries=test.queries, documents=test.corpus)
 
 # %% ../../nbs/data/07_deduplication.ipynb #28abc5e3
 class Watch:
     "Finds the test texts that training texts contain."
-    def __init__(self, db, tests: list, threshold: float = 0.8): # ours, as for duplicates
+    def __init__(self, db, # a new one
+                 tests: list, # of `Retrieval`, with the documents to look for
+                 threshold: float = 0.8): # ours, as for duplicates
         self.db, self.threshold = db, threshold
-        self.answers = {(test.name, query): ids for test in tests for query, ids in test.answers.items()}
-        texts = {(test.name, kind, n): text for test in tests for kind in ("queries", "documents")
-                 for n, text in getattr(test, kind).items() if text.strip()}
+        self.answers = {(test.name, query): relevant(judged) for test in tests for query, judged in test.qrels.items()}
+        texts = {(test.name, kind, n): text for test in tests for kind, held in texts_of(test).items()
+                 for n, text in held.items() if text.strip()}
         self.keys = list(texts)
         with feed(db, "source", ((n, 0, plain(text)) for n, text in enumerate(texts.values())), TEXT):
             db.execute(f"CREATE OR REPLACE TEMP TABLE watched AS {runs_of('FROM source')}")
-        db.execute("DROP TABLE IF EXISTS rare_watched")
         rarest(db, "rare_watched", "watched", threshold, lone=True)
 
     def __call__(self, texts: list) -> list: # for each text, the (test, kind, id) it contains
@@ -361,9 +348,9 @@ def contamination(seen: dict,  # dataset and row number -> `Seen`
         pairs = {key for row in seen.values() for key in row.pairs if key[0] == test.name}
         count = lambda kind: sum(key[1] == kind for key in known)
         example = lambda name, n, kind, number: dict(dataset=name, row=n, kind=kind, id=number,
-                                                     text=getattr(test, kind)[number][:200])
+                                                     text=texts_of(test)[kind][number][:200])
         report[test.name] = dict(queries=len(test.queries), queries_seen=count("queries"),
-                                 documents=len(test.documents), documents_seen=count("documents"),
+                                 documents=len(test.corpus), documents_seen=count("documents"),
                                  pairs_seen=len(pairs), rows=dict(Counter(name for name, *_ in rows)),
                                  examples=[example(name, n, *keys[0][1:]) for name, n, keys in rows[:examples]])
     return report
@@ -463,7 +450,6 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
                 # drop rows containing a test query, documents, all (either), pairs (a query with its answer), or none:
                 # only report
                 remove: str = "queries",
-                all_documents: bool = False, # compare with documents that answer nothing, too
                 format: str = "anchor_nb", # a key of `writers.FORMATS`
                 columns: dict = {}, # our field -> the data's, see `load_pairs`
                 memory: str = "2GB", # what the search may hold; it writes to disk, in `out`, what exceeds it
@@ -475,7 +461,7 @@ def dedup_pairs(data: str,              # folder, file or hf:, as training reads
     """
     check_dedup(out := os.path.expanduser(out), threshold, remove, format)
     keep_apart(out, data=data, against=[split_off(folder)[0] for folder in against])
-    tests = [read_test(folder, all_documents) for folder in against]
+    tests = [subset(read_retrieval(folder), documents=1) for folder in against] # relevant documents only
     sources = find_sources(data)
     hashes = [content_hash(source) for source in sources.values()] # before they are read
     tables = load_pairs(data, columns=columns)

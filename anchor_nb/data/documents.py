@@ -132,7 +132,7 @@ class Page(HTMLParser):
         elif tag == "a" and self.anchor:
             self.links.append(("".join(self.anchor[0]), self.anchor[1]))
             self.anchor = None
-        elif tag in self.BREAK: self.handle_data(self.BREAK[tag][:1])
+        elif tag in self.BREAK and tag not in ("br", "hr"): self.handle_data(self.BREAK[tag][:1]) # <br/> ends itself
 
     def handle_data(self, data):
         if self.skipped: return
@@ -288,7 +288,7 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
     source = os.path.expanduser(source)
     place = Path(source)
     far = source.startswith("hf:") or is_address(source)
-    if not far and not place.exists() and not Path(source.partition(":")[0]).exists():
+    if not far and not place.exists() and not Path(source.rpartition(":")[0] or source).exists():
         near = f"did you mean {' or '.join(near_paths(source))}?" if near_paths(source) else (
             "give a folder of texts, a table, or hf:org/name")
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
@@ -413,6 +413,9 @@ def passages_file(folder: Path, words: int = 160, titled: bool = True) -> Path: 
         with suppress(FileNotFoundError): # gone meanwhile
             fact = path.stat()
             stamps.append((str(path), fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns))
+    path = known_passages(folder, tuple(stamps), words, titled)
+    if path.is_file(): return path
+    known_passages.cache_clear() # somebody has emptied the cache
     return known_passages(folder, tuple(stamps), words, titled)
 
 # %% ../../nbs/data/11_documents.ipynb #27a38096

@@ -9,7 +9,7 @@ __all__ = ['inspect_pairs']
 import re
 from typing import NamedTuple
 import numpy as np
-from .tables import find_sources, table_rows
+from .tables import NoSuchColumn, find_sources, table_rows
 from .rows import FIELDS, GRADE, MEANS, NEGATIVE, POSITIVE, QUERY, pair_columns, parse_row
 from .deduplication import duplicates, plain
 
@@ -29,7 +29,7 @@ def read_sheet(source: str, columns: dict) -> Sheet:
             if (item := next(read, None)) is None: break
             place, raw = item
         except ValueError as error: # in the file itself: what follows cannot be read
-            if not sheet.rows:
+            if not sheet.rows or isinstance(error, NoSuchColumn):
                 raise
             sheet.faults.append(f"{error}; nothing after it was read")
             break

@@ -11,6 +11,7 @@ import copy, json, os
 from dataclasses import dataclass, asdict, replace
 from pathlib import Path
 from typing import NamedTuple
+from ..core.files import read_yaml
 from ..core.recipe import paper
 
 # %% ../../nbs/data/04_prompts.ipynb #43adb60d
@@ -258,10 +259,6 @@ def stored_facts(folder) -> dict: # what `save_layout` wrote; nothing for a plai
                          "version of anchor_nb that wrote it") from None
     return facts
 
-def load_layout(folder) -> Layout | None: # None for a plain language model
-    "The layout stored with a checkpoint."
-    return Layout(**facts["layout"]) if (facts := stored_facts(folder)) else None
-
 # %% ../../nbs/data/04_prompts.ipynb #34b0095d
 def load_formatter(folder: str,      # model folder or hub id
                    recipe=None,      # a training recipe; None: what is stored, or the defaults
@@ -270,7 +267,8 @@ def load_formatter(folder: str,      # model folder or hub id
     "The formatter that belongs to a model."
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    stored = load_layout(small or folder)
+    facts = stored_facts(small or folder)
+    stored = Layout(**facts["layout"]) if facts else None
     if recipe is None: return Formatter(tokenizer, stored or resolve_layout(tokenizer))
     return Formatter(tokenizer, recipe_layout(tokenizer, stored, recipe))
 
@@ -309,23 +307,26 @@ def listed_instructions(value, source: str, name: str) -> list: # [""]: none
     if all(isinstance(text, str) for text in texts): return texts
     raise ValueError(f"{source}: the instruction of {name} is {value!r}; write a text, or a list of texts")
 
+def instruction_table(path) -> dict:
+    "What a YAML file of instructions holds; ValueError names file, line and fix."
+    try: table = read_yaml(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; write each name once, and quote an instruction with a colon or a quote in it") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: no table; write one line for each, NAME: instruction")
+    return table
+
 def load_instructions(source: str, # paper, none, a YAML file of name: instruction(s), or the instruction itself
                      ):           # -> dataset: list of instructions; None: no instructions at all
     "The instructions of every dataset; ValueError when the source is none of these."
     if source == "none": return None
     if source == "paper": return paper_instructions()
     if is_sentence(source): return ForAll({"*": [source.strip()]})
-    import yaml
     source = os.path.expanduser(source)
     if not Path(source).is_file():
         raise ValueError(f"instructions={source!r} is neither paper nor none nor a file; write the instruction itself, "
                          "such as 'Given a question, find its answer', or name a YAML file that is there")
-    try: table = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: not YAML ({error}); quote an instruction with a colon or a quote in it") from None
-    if not isinstance(table, dict):
-        raise ValueError(f"{source}: write one `dataset: instruction` per line")
-    lists = {name: listed_instructions(value, source, name) for name, value in table.items()}
+    lists = {name: listed_instructions(value, source, name) for name, value in instruction_table(source).items()}
     return ForAll(lists) if "*" in lists else lists
 
 # %% ../../nbs/data/04_prompts.ipynb #77ecdb56

@@ -347,79 +347,28 @@ def as_task(retrieval: Retrieval,     # the task in memory
                      dict(ignore_identical_ids=False))
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #a8168a12
-COLUMNS = {"STS": {"sentence1": str, "sentence2": str, "score": float},
-           "PairClassification": {"sentence1": str, "sentence2": str, "labels": int},
-           "Classification": {"text": str, "label": int},
-           "Clustering": {"sentences": str, "labels": str}}  # task class of mteb -> columns of its rows
-
-# %% ../../nbs/data/06_retrieval_sets.ipynb #4881becf
-def check_rows(name: str,        # of the task
-               kind: str,        # one of `COLUMNS`
-               rows: list[dict], # what to check
-              ) -> list[dict]:   # the rows with these columns only
-    "Rows that mteb can score; ValueError names task, row, column and fix."
-    wanted = COLUMNS[kind]
-    described = ", ".join(f"{column} ({cls.__name__})" for column, cls in wanted.items())
-    if not rows:
-        raise ValueError(f"{name}: no rows; give at least one with {described}")
-    for number, row in enumerate(rows, 1):
-        for column, cls in wanted.items():
-            value = row.get(column)
-            if not isinstance(value, (int, float) if cls is float else cls) or isinstance(value, bool):
-                raise ValueError(f"{name}: row {number} has {value!r} in column {column!r}; a row of {kind} holds "
-                                 f"{described}")
-            if cls is str and not value.strip():
-                raise ValueError(f"{name}: row {number} is empty in column {column!r}; fill it or leave the row out")
-    return [{column: row[column] for column in wanted} for row in rows]
+# task class of mteb -> columns of its rows, the metric that counts, attributes of the class
+ROWS = {"STS": (("sentence1", "sentence2", "score"), "cosine_spearman", dict(min_score=0, max_score=5)),
+        "PairClassification": (("sentence1", "sentence2", "labels"), "max_ap", {}), # labels: 1 for the same meaning
+        "Classification": (("text", "label"), "accuracy", dict(samples_per_label=8, n_experiments=10)),
+        "Clustering": (("sentences", "labels"), "v_measure", dict(max_fraction_of_documents_to_embed=None))}
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #91c56fda
-def rows_task(kind: str, name: str, splits: dict, main_score: str, instruction: str, metadata: dict, settings: dict):
-    "A task over checked rows: split -> list of rows."
-    splits = {split: check_rows(name, kind, rows) for split, rows in splits.items()}
+def rows_task(kind: str,             # a key of `ROWS`
+              name: str,             # name of the task, in results too
+              splits: dict,          # split -> list of rows; Classification has train and test, in this order
+              instruction: str = "", # empty: none
+              metadata: dict = {},   # further fields of mteb's TaskMetadata
+              settings: dict = {},   # attributes of the task class in place of those of `ROWS`
+             ):                      # an mteb task, an AbsTask
+    "A task over rows."
+    columns, main_score, usual = ROWS[kind]
+    splits = {split: [{column: row[column] for column in columns} for row in rows] for split, rows in splits.items()}
+    settings = usual | settings
+    if kind == "Clustering": settings["max_documents_per_cluster"] = len(splits["test"])
 
     def fill():
         from datasets import Dataset, DatasetDict
         return DatasetDict({split: Dataset.from_list(rows) for split, rows in splits.items()})
     return make_task(kind, name, fill, revision(splits, settings, instruction), main_score, instruction, metadata,
                      settings)
-
-# %% ../../nbs/data/06_retrieval_sets.ipynb #1a61d065
-def sts_task(name: str, rows: list[dict], instruction: str = "", metadata: dict = {},
-             lowest: int = 0,   # lowest possible score
-             highest: int = 5): # highest possible score
-    "Similarity: sentence1, sentence2, score."
-    return rows_task("STS", name, dict(test=rows), "cosine_spearman", instruction, metadata,
-                     dict(min_score=lowest, max_score=highest))
-
-def pair_task(name: str, rows: list[dict], instruction: str = "", metadata: dict = {}):
-    "Pairs that mean the same (1) or not (0): sentence1, sentence2, labels."
-    task = rows_task("PairClassification", name, dict(test=rows), "max_ap", instruction, metadata, {})
-    if {row["labels"] for row in rows} != {0, 1}:
-        raise ValueError(f"{name}: column 'labels' must hold both 0 and 1, and nothing else")
-    return task
-
-# %% ../../nbs/data/06_retrieval_sets.ipynb #d5aa6ccb
-def classification_task(name: str,
-                        train: list[dict],         # text, label; examples are drawn from here
-                        test: list[dict],          # text, label
-                        instruction: str = "",     # empty: none
-                        metadata: dict = {},          # further fields of mteb's TaskMetadata
-                        samples_per_label: int = 8, # examples of each class in one experiment
-                        experiments: int = 10,      # draws of examples; mteb's default
-                       ):
-    "Classification: text and label; a classifier is trained on a few examples."
-    settings = dict(samples_per_label=samples_per_label, n_experiments=experiments)
-    task = rows_task("Classification", name, dict(train=train, test=test), "accuracy", instruction, metadata, settings)
-    if unknown := {row["label"] for row in test} - {row["label"] for row in train}:
-        raise ValueError(f"{name}: label {min(unknown)} is in test and not in train; move some of its rows to train")
-    if len({row["label"] for row in train}) < 2:
-        raise ValueError(f"{name}: train has one label only; give rows of at least two")
-    return task
-
-# %% ../../nbs/data/06_retrieval_sets.ipynb #79914b48
-def clustering_task(name: str, rows: list[dict], instruction: str = "", metadata: dict = {}):
-    "Clustering: sentences, labels; all rows are used."
-    settings = dict(max_fraction_of_documents_to_embed=None, max_documents_per_cluster=len(rows))
-    if len({row.get("labels") for row in rows}) == 1:
-        raise ValueError(f"{name}: one label only; give rows of at least two")
-    return rows_task("Clustering", name, dict(test=rows), "v_measure", instruction, metadata, settings)

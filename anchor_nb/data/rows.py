@@ -8,14 +8,14 @@ __all__ = ['parse_row', 'parsed', 'Stream', 'load_pairs', 'generator', 'permutat
 
 # %% ../../nbs/data/02_rows.ipynb #ac7e4b4a
 import difflib, hashlib, json, re, sys, warnings
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 import numpy as np
 from .shards import TOGETHER, is_address, shards_at
-from .tables import (PARSING, RowTable, Unusual, byte_lines, cached_table, check_columns, code_hash,
-                                   content_hash, find_sources, format_of, open_table, renamed, table_rows)
+from .tables import (RowTable, cached_table, check_columns, content_hash, find_sources, reader_version,
+                                   renamed, table_rows)
 
 # %% ../../nbs/data/02_rows.ipynb #ec60e1d4
 QUERY = ("query", "anchor", "question", "sentence1")          # field names of the query, in order of preference
@@ -121,8 +121,8 @@ def check_scores(name: str, values, count: int, kind: str):
                              "give the text's score, or leave the scores out")
 
 # %% ../../nbs/data/02_rows.ipynb #2f8f83e8
-FEATURES = ("query", "positives", "negatives", "instruction", "document_instruction", "positive_scores",
-            "negative_scores")
+FEATURES = dict(query=str, positives=[str], negatives=[str], instruction=str, document_instruction=str,
+                positive_scores=[float], negative_scores=[float]) # the columns of a table and their types
 
 # %% ../../nbs/data/02_rows.ipynb #739eebf1
 def query_instruction(raw: dict, name: str, # name: field of the query
@@ -184,6 +184,7 @@ def parse_row(raw: dict, # a row as read from a file or a dataset
                 positive_scores=positive_scores, negative_scores=negative_scores)
 
 # %% ../../nbs/data/02_rows.ipynb #d51cb2f0
+MEANS = {*QUERY, *POSITIVE, "scores", "pos_scores", "neg_scores"} # what else `parse_row` looks at, and any `GRADE`
 FIELDS = ("query", "positive", "negative", "negatives", "instruction", "positive_scores", "negative_scores", "scores",
           "score", "label") # what `columns` may name, and any `NEGATIVE` or `GRADE`
 
@@ -199,136 +200,6 @@ def parsed(source: str, columns: dict = {}) -> Iterator: # columns: our name -> 
         try: yield parse_row(raw)
         except ValueError as error:
             raise ValueError(f"{place}, {error}") from None
-
-# %% ../../nbs/data/02_rows.ipynb #740283a9
-def parser_version() -> str:
-    "Changes when the code that reads a row does."
-    parts = (parse_row, is_pair, as_text, as_texts, pick_field, teacher_scores, open_table, check_unicode, is_number,
-             check_scores, query_instruction, document_instruction,
-             plain_fields, as_lists, plain_texts, plain_scores, plain_rows, json_blocks,
-             QUERY, POSITIVE, NEGATIVE.pattern, GRADE.pattern, VISIBLE, MEANS, LIKE_OURS)
-    return code_hash(*parts, *PARSING)
-
-KINDS = dict(query=str, positives=[str], negatives=[str], instruction=str, document_instruction=str,
-             positive_scores=[float], negative_scores=[float]) # the types of the columns of `FEATURES`
-
-# %% ../../nbs/data/02_rows.ipynb #d3f00c02
-def expect(plain: bool):
-    "`Unusual` unless the rows are plain."
-    if not plain:
-        raise Unusual
-
-# a character that is no white space, as Python sees it
-VISIBLE = r"[^\s\v\x1c-\x1f\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}]"
-MEANS = {*QUERY, *POSITIVE, "scores", "pos_scores", "neg_scores"} # what else `parse_row` looks at, and any `GRADE`
-LIKE_OURS = ("instruction", "positive_scores", "negative_scores") # read under these names only
-
-def plain_fields(names: list, columns: dict) -> dict: # "query", "positive" and, where there is one, "negative" -> name
-    "Which field is which; `Unusual` where more than these and `LIKE_OURS` would be read."
-    expect({*columns} <= {"query", "positive", "negative", "negatives"} and not {"negative", "negatives"} <= {*columns})
-    expect(all(isinstance(name, str) and name in names for name in columns.values()))
-    expect(not {*columns} & {*names} - {*columns.values()})
-    fields = {ours.removesuffix("s"): theirs for ours, theirs in columns.items()}
-    left = [name for name in names if name not in fields.values()]
-    for ours, known in dict(query=QUERY, positive=POSITIVE).items():
-        if ours not in fields: fields[ours] = next((name for name in known if name in left), None)
-    negatives = [name for name in left if NEGATIVE.fullmatch(name)]
-    if negatives and "negative" not in fields: fields["negative"] = negatives.pop()
-    expect(fields["query"] and fields["positive"] and not negatives)
-    expect(not any(name in MEANS or GRADE.fullmatch(name) for name in left if name not in fields.values()))
-    return fields
-
-# %% ../../nbs/data/02_rows.ipynb #d3f00c05
-def as_lists(column, single: bool = True): # -> (values of all rows, [rows] how many of them); single: may be no list
-    "A column of values or of lists of them; a missing value is an empty list."
-    import pyarrow as pa, pyarrow.compute as pc
-    if pa.types.is_null(column.type): return column.slice(0, 0), np.zeros(len(column), np.int64)
-    lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    expect(lists or single)
-    lengths = pc.fill_null(pc.list_value_length(column), 0) if lists else pc.cast(pc.is_valid(column), pa.int32())
-    values = pc.list_flatten(column) if lists else column.drop_null()
-    expect(not values.null_count)
-    return values, lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-
-def plain_texts(column): # -> (pyarrow array of strings, [rows] how many)
-    "A column of texts, or of lists of texts; `Unusual` for a value that is not text."
-    import pyarrow as pa, pyarrow.compute as pc
-    texts, lengths = as_lists(column)
-    if pa.types.is_null(texts.type): texts = texts.cast(pa.string())
-    expect(pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type))
-    expect(pc.all(pc.match_substring_regex(texts, VISIBLE)).as_py() is not False)
-    return texts.cast(pa.string()), lengths
-
-def plain_scores(column): # -> (pyarrow array of numbers, [rows] how many)
-    "A column of lists of finite numbers."
-    import pyarrow as pa, pyarrow.compute as pc
-    scores, lengths = as_lists(column, single=False)
-    expect(any(kind(scores.type) for kind in (pa.types.is_null, pa.types.is_integer, pa.types.is_floating)))
-    scores = scores.cast(pa.float64())
-    expect(pc.all(pc.is_finite(scores)).as_py() is not False)
-    return scores, lengths
-
-def plain_rows(batch, columns: dict, schema): # batch: pyarrow.RecordBatch; -> pyarrow.Table
-    "Rows in the common form; `Unusual` unless all of them are plain."
-    import pyarrow as pa, pyarrow.compute as pc
-    batch.validate(full=True) # such as UTF-8
-    fields = plain_fields(batch.schema.names, columns)
-    missing = pa.nulls(len(batch))
-    pick = lambda name: batch.column(name) if name in batch.schema.names else missing
-    query, instruction = pick(fields["query"]), pick("instruction")
-    for text in (query, instruction):
-        expect(any(kind(text.type) for kind in (pa.types.is_null, pa.types.is_string, pa.types.is_large_string)))
-    expect(not query.null_count)
-    plain_texts(query)
-    positives, negatives = plain_texts(pick(fields["positive"])), plain_texts(pick(fields.get("negative")))
-    expect((positives[1] > 0).all())
-    scores = [plain_scores(pick(name)) for name in ("positive_scores", "negative_scores")]
-    given = (scores[0][1] > 0) | (scores[1][1] > 0)
-    for (_, texts), (_, numbers) in zip((positives, negatives), scores): expect((texts == numbers)[given].all())
-    lists = lambda values, lengths: pa.ListArray.from_arrays(
-        pa.array(np.append(0, lengths.cumsum()), pa.int32()), values)
-    empty = pa.array([""]*len(batch), pa.string())
-    asked = empty if pa.types.is_null(instruction.type) else pc.fill_null(instruction.cast(pa.string()), "")
-    return pa.Table.from_arrays([query.cast(pa.string()), lists(*positives), lists(*negatives), asked, empty,
-                                 *(lists(*pair) for pair in scores)], list(FEATURES)).cast(schema)
-
-# %% ../../nbs/data/02_rows.ipynb #d3f00c03
-def json_blocks(source: str, block: int = 2**24) -> Iterator: # of pyarrow.RecordBatch; block: bytes
-    "A JSONL file in blocks; `Unusual` where a line is not one object."
-    import pyarrow as pa, pyarrow.json as arrow_json
-    first = next((line for _, line in byte_lines(source) if line.strip()), b"")
-    try: raw = json.loads(first)
-    except (ValueError, RecursionError):
-        raise Unusual from None
-    expect(isinstance(raw, dict) and not first.startswith(b"\xef\xbb\xbf"))
-    texts = {name: pa.string() for name, value in raw.items() if isinstance(value, str)} # or a date would be one
-    texts |= {name: pa.list_(pa.float64()) for name in LIKE_OURS[1:] if name in raw} # or a 1 would be an integer
-    texts |= {name: pa.list_(pa.string()) for name, value in raw.items() if isinstance(value, list) and value
-              and all(isinstance(item, str) for item in value)}
-    how = arrow_json.ParseOptions(explicit_schema=pa.schema(list(texts.items())))
-    with pa.input_stream(source) as file:
-        reader = arrow_json.open_json(file, arrow_json.ReadOptions(block_size=block), how)
-        rows = 0
-        for batch in reader:
-            rows += len(batch)
-            yield batch
-    for _, line in byte_lines(source): # as many lines as objects, each of which begins and ends in its line
-        if not (line := line.strip()): continue
-        expect(line[:1] + line[-1:] == b"{}")
-        rows -= 1
-    expect(rows == 0)
-
-def plain_tables(source: str, columns: dict, schema) -> Iterator: # of pyarrow.Table
-    "The rows of a source in blocks; `Unusual` unless all of them are plain."
-    suffix, packed = format_of(source)
-    expect(suffix in (".jsonl", ".ndjson", ".parquet") and packed != ".xz" and Path(source).is_file())
-    import pyarrow as pa
-    from pyarrow import parquet
-    try:
-        blocks = parquet.ParquetFile(source).iter_batches(2**14) if suffix == ".parquet" else json_blocks(source)
-        for batch in blocks: yield plain_rows(batch, columns, schema)
-    except (pa.ArrowException, OSError, ValueError):
-        raise Unusual from None
 
 # %% ../../nbs/data/02_rows.ipynb #b1f00c02
 class Stream:
@@ -388,9 +259,8 @@ def load_source(source: str, cache_dir=None, columns: dict = {}): # -> datasets.
     if is_address(source): return Stream(source, columns)
     if next(parsed(source, columns), None) is None:
         raise ValueError(f"{source} holds no row; fill it or move it out of the folder")
-    key = dict(source=source, content=content_hash(source), parser=parser_version(), columns=json.dumps(columns))
-    checked = lambda source, content, parser, columns: parsed(source, json.loads(columns))
-    return cached_table(source, key, checked, KINDS, cache_dir, partial(plain_tables, source, columns))
+    key = dict(source=source, content=content_hash(source), reader=reader_version(), columns=columns)
+    return cached_table(source, key, parsed(source, columns), FEATURES, cache_dir)
 
 # %% ../../nbs/data/02_rows.ipynb #934adf95
 def load_pairs(data: str | dict, cache_dir: str | Path | None = None, columns: dict = {}) -> dict[str, Any]:
@@ -434,9 +304,11 @@ class Batch(NamedTuple):
 
 # %% ../../nbs/data/02_rows.ipynb #2db7e7ec
 def check_sizes(sizes: dict, batch: int, ratios: dict):
-    "ValueError for a batch larger than a dataset, unknown names in `ratios`, and ratios that leave nothing."
+    "ValueError for a batch larger than a dataset, and for ratios of unknown names, below 0, or that leave nothing."
     if unknown := sorted(set(ratios) - set(sizes)):
         raise ValueError(f"ratios names unknown datasets {', '.join(unknown)}; there are {', '.join(sorted(sizes))}")
+    if wrong := [f"{name} {ratio}" for name, ratio in ratios.items() if not 0 <= ratio < np.inf]:
+        raise ValueError(f"ratios gives {', '.join(wrong)}; give weights of 0 or more")
     used = {name: rows for name, rows in sizes.items() if ratios.get(name, 1) > 0}
     if not used:
         raise ValueError("ratios leaves no dataset to draw from; give at least one a weight over 0")

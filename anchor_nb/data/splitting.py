@@ -12,7 +12,7 @@ from ..core.redaction import without_secrets
 from ..core.files import keep_apart, new_folder, write_text
 from .tables import find_sources, table_rows
 from .rows import load_pairs
-from .writers import write_lines, write_pairs
+from .writers import write_pairs, write_test
 from .retrieval_sets import draw
 from .deduplication import near_texts, plain
 
@@ -90,13 +90,6 @@ def retrieval_parts(rows: list, chosen: list) -> tuple: # (corpus: text -> id, q
         name, _ = queries.setdefault(plain(rows[n]["query"]), (f"q{len(queries)}", rows[n]["query"]))
         for text in rows[n]["positives"]: judged[name, corpus[plain(text)][0]] = 1
     return dict(corpus.values()), dict(queries.values()), list(judged)
-
-def write_test(folder: Path, corpus: dict, queries: dict, judged: list):
-    "An evaluation folder in the standard layout."
-    write_lines(folder/"corpus.jsonl", (dict(_id=name, title="", text=text) for name, text in corpus.items()))
-    write_lines(folder/"queries.jsonl", (dict(_id=name, text=text) for name, text in queries.items()))
-    lines = ["query-id\tcorpus-id\tscore", *(f"{query}\t{document}\t1" for query, document in judged)]
-    write_text(folder/"qrels"/"test.tsv", "\n".join(lines) + "\n")
 
 # %% ../../nbs/data/10_splitting.ipynb #f69c46e8
 def answering(rows: list, answers: set) -> set: # plain texts
@@ -187,20 +180,19 @@ def split_pairs(data: str,          # a table, a folder of tables, a saved datas
 def split_lines(facts: dict, out: str) -> list:
     "A summary of a split, as lines of text."
     pairs, queries = sum(facts["pairs"].values()), facts["queries"]
-    apart = facts.get("test_groups", queries) # older splits have not counted them
     lines = [f"{facts['rows']} rows in {facts['groups']} groups that share or nearly repeat a query or a document"
              + (f", or share {facts['by']}" if facts["by"] else ""),
              f"to train on: {pairs} pairs in {out}/pairs",
              f"test set: {queries} queries in {out}/test, to be answered from all {facts['documents']} documents, "
              "those of the training pairs included, so that the test set is not too easy",
              f"a score on it is uncertain by at most {facts['interval']:.1f} points (95 %)"
-             + f", since its queries are of {apart} groups"*(apart < queries)]
+             + f", since its queries are of {facts['test_groups']} groups"*(facts["test_groups"] < queries)]
     if queries < FEW: lines.append(f"{queries} queries are few: only large differences will show; for 100 and more, "
                                    "raise --share or --queries, or collect more pairs")
     if facts["largest_group"] > facts["rows"]/2:
         lines.append(f"the largest group has {facts['largest_group']} rows and is trained on as a whole: they share "
                      "documents, or nearly repeat each other, as texts made from one template do")
-    if facts.get("file_names"):
+    if facts["file_names"]:
         lines.append("most answers look like names of files, and are taken for texts; only adapt and testset look them "
                      "up")
     return lines

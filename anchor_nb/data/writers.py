@@ -10,7 +10,7 @@ import json
 from itertools import chain, islice
 from pathlib import Path
 from typing import Iterable, Iterator
-from ..core.files import draft_of
+from ..core.files import draft_of, write_text
 
 # %% ../../nbs/data/03_writers.ipynb #b3e87e25
 def scores_of(row: dict, positive: str, negative: str) -> dict: # empty where the row has none
@@ -101,6 +101,15 @@ def write_lines(path: Path, rows: Iterable) -> int: # rows written
     with open(path, "wb") as file:
         for total, row in enumerate(rows, 1): file.write(json.dumps(row, ensure_ascii=False).encode("utf-8") + b"\n")
     return total
+
+def write_test(folder: Path, corpus: dict, queries: dict, # id -> text
+               judged: list, # of (query id, document id)
+               qrels: str = "qrels/test.tsv"):
+    "An evaluation folder in the BEIR layout."
+    write_lines(folder/"corpus.jsonl", (dict(_id=name, title="", text=text) for name, text in corpus.items()))
+    write_lines(folder/"queries.jsonl", (dict(_id=name, text=text) for name, text in queries.items()))
+    lines = ["query-id\tcorpus-id\tscore", *(f"{query}\t{document}\t1" for query, document in judged)]
+    write_text(folder/qrels, "\n".join(lines) + "\n")
 
 # %% ../../nbs/data/03_writers.ipynb #f937b34b
 MARK = ".anchor_nb" # a hidden file in a folder that one of these tools has made

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..core.names import hub_has, near_names, near_paths
 from ..core.progress import announce
-from ..data.prompts import is_sentence
+from ..data.prompts import instruction_table, is_sentence
 from ..data.tables import content_hash
 from ..core.recipe import paper
 
@@ -267,17 +267,12 @@ def table13() -> dict: # name, pattern or type -> instruction
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #33aa7c5c
 def read_instructions(path: str) -> dict: # YAML: task, pattern or type -> instruction
     "Instructions from a file; ValueError names file, entry and fix."
-    import yaml
     path = os.path.expanduser(path)
     if is_sentence(path): return {"*": path.strip()}
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} is no file; instructions are paper, mteb, none, the instruction itself, "
                                 "or a YAML file with lines like SciFact: Given a claim, ...")
-    try: table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML ({error}); quote an instruction that contains a colon or a quote") from None
-    if not isinstance(table, dict):
-        raise ValueError(f"{path}: no table; write one line for each task, NAME: instruction")
+    table = instruction_table(path)
     for name, text in table.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError(f'{path}: entry {name!r} is {text!r}; give a text, "" for none')

@@ -15,7 +15,6 @@ import numpy as np
 from ..core.names import hub_has
 from ..core.progress import announce
 from ..models.resolve import BUILT_MODELS, MODELS, find_model, model_files, spellings
-from ..data.corpora import asked_in_training
 from ..data.prompts import LAYOUT_FILE
 from ..models.loading import KINDS, WHOLE_BEGINNING, json_or_empty, kind_of, small_files
 from ..runs.identity import ENGINE, engine_of
@@ -290,7 +289,7 @@ def trained_with(candidate: Candidate) -> set: # empty: not known
     "The instructions that a model's queries had in training, with an empty text for none."
     if candidate.library != "anchor_nb" or candidate.adapter: return set()
     record = json_or_empty(small_files(find_model(candidate.source))/LAYOUT_FILE)
-    return {text for texts in asked_in_training(record).values() for text in texts}
+    return {text for texts in record.get("instructions", {}).values() for text in texts}
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #b8e12eeb
 def unlike_training(chosen: list,       # of `Candidate`

@@ -17,8 +17,7 @@ from ..data import corpora, packages as sources
 from ..data.corpora import CORPORA, LABELLED, distinct, is_built, normalise, publish, source_of, write_notice
 from ..data.deduplication import near_texts
 from ..data.packages import Item, cache_dir, fetch_package
-from ..data.retrieval_sets import (Retrieval, as_task, classification_task, clustering_task, draw, pair_task,
-                                           sts_task)
+from ..data.retrieval_sets import Retrieval, as_task, draw, rows_task
 from ..data.tables import table_rows
 from ..data.writers import write_lines
 
@@ -200,7 +199,7 @@ class Card:
     good_for: str     # what a difference in it tells
     weak: str         # where it saturates, or misleads
     build: object     # function of no argument -> rows by part
-    settings: dict = field(default_factory=dict)  # for the function of `data.retrieval_sets` that makes the task
+    settings: dict = field(default_factory=dict)  # attributes of mteb's task class
 
     @property
     def license(self) -> str: return (CORPORA.get(self.corpus) or LABELLED[self.corpus]).license
@@ -243,11 +242,11 @@ LOCAL = {card.name: card for card in (
     Card("LocalLeeSTS", "STS", "sts", "similarity of news texts", "Retrieve semantically similar text",
          "cosine_spearman", "the only similarity of whole texts judged by people",
          "1,225 pairs of only 50 texts, so far from independent; most are unrelated, and their ranks are noise",
-         lambda: {"test": labelled_rows("sts")["lee"]}, dict(lowest=0, highest=1)),
+         lambda: {"test": labelled_rows("sts")["lee"]}, dict(min_score=0, max_score=1)),
     Card("LocalSimLexSTS", "STS", "sts", "similarity of words", "Retrieve semantically similar text", "cosine_spearman",
          "similarity as opposed to mere relatedness, judged by people",
          "single words; people agree among themselves to about 0.67; antonyms fool every model",
-         lambda: {"test": labelled_rows("sts")["simlex"]}, dict(lowest=0, highest=10)),
+         lambda: {"test": labelled_rows("sts")["simlex"]}, dict(min_score=0, max_score=10)),
     Card("LocalSynonymPairs", "PairClassification", "wordnet", "synonyms against sister terms",
          "Retrieve words with the same meaning", "max_ap",
          "near in meaning against same in meaning, where spelling does not help",
@@ -275,7 +274,7 @@ LOCAL |= {card.name: card for card in (
     Card("LocalToyReranking", "Reranking", "toy", "find a person among those of one trade", CORPORA["toy"].instruction,
          "map_at_1000", TOY, "few candidates", lambda: reranking_parts(sides("toy")[1], 30, 4)),
     Card("LocalToySTS", "STS", "toy", "shared facts of two people", "Retrieve similar people", "cosine_spearman", TOY,
-         "nobody judged it", lambda: toy_sts_parts(sides("toy")[1], 120), dict(lowest=0, highest=3)),
+         "nobody judged it", lambda: toy_sts_parts(sides("toy")[1], 120), dict(min_score=0, max_score=3)),
     Card("LocalToyPairs", "PairClassification", "toy", "two wordings of one fact", "Retrieve the same fact", "max_ap",
          TOY, "35 facts; all are in training texts", toy_pair_parts),
     Card("LocalToyClassification", "Classification", "toy", "trade of a question", "Identify the trade", "accuracy",
@@ -334,10 +333,8 @@ def local_task(name: str,                   # one of `LOCAL`
         qrels = {row["query-id"]: {row["corpus-id"]: row["score"]} for row in parts["qrels"]}
         return as_task(Retrieval(name, made.instruction, texts("corpus"), texts("queries"), qrels), candidates,
                        metadata)
-    make = {"STS": sts_task, "PairClassification": pair_task, "Classification": classification_task,
-            "Clustering": clustering_task}[made.type]
-    rows = [parts["train"], parts["test"]] if made.type == "Classification" else [parts["test"]]
-    return make(name, *rows, made.instruction, metadata, **made.settings)
+    splits = {part: parts[part] for part in ("train", "test") if part in parts} # the revision depends on their order
+    return rows_task(made.type, name, splits, made.instruction, metadata, made.settings)
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #1e5edc99
 REFERENCE = { # main scores of three baselines that need no training

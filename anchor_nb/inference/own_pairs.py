@@ -15,7 +15,8 @@ from ..core.files import keep_apart, new_folder
 from ..core.progress import announce
 from ..data.documents import left_out, passages_of, read_documents, searched_passages
 from ..data.rows import load_pairs
-from ..data.splitting import check_split, write_test
+from ..data.splitting import check_split
+from ..data.writers import write_test
 from .corpus_encoding import cut_of
 from .words import Words
 

@@ -20,7 +20,6 @@ from ..core.files import check_replaceable, damage, draft_of, keep_apart, new_fo
 from ..core.progress import announce
 from ..data.tables import check_columns
 from ..core.redaction import without_secrets
-from ..data.corpora import asked_in_training
 from ..data.prompts import stored_facts
 from ..runs.ledger import read_json
 from ..models.inputs import as_matrix, as_texts, list_of_texts, unboxed, whole_number
@@ -572,7 +571,7 @@ def bm25_weight(model: str) -> float: # model: as for `search_corpus`
 def trained_instruction(model: str) -> str: # empty: none, several, not known, or a checkpoint with prompts
     "The one instruction that all queries had in training, as an export has it for its queries."
     facts = stored_facts(small_files(find_model(model)))
-    texts = {text for texts in asked_in_training(facts).values() for text in texts}
+    texts = {text for texts in facts.get("instructions", {}).values() for text in texts}
     return texts.pop() if len(texts) == 1 and not facts.get("prompts") else ""
 
 def stays_apart(layout, instruction: str) -> bool: # layout: how a model writes a query

@@ -25,9 +25,9 @@ from ..data.documents import (Passage, count_words, first_sentence, left_out, no
 from ..data.prompts import LAYOUT_FILE
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
-from ..data.splitting import divide, group_rows, versions, write_test
+from ..data.splitting import divide, group_rows, versions
 from ..data.tables import file_hash, files_below
-from ..data.writers import write_lines, write_pairs
+from ..data.writers import write_lines, write_pairs, write_test
 from ..evaluation.encoders import Candidate, checkpoints, short_name
 from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one,
                                            score_systems, verdict, widest)

@@ -15,7 +15,6 @@ from .. import __version__
 from ..core.files import keep_apart, new_folder, saving, write_text
 from ..core.names import near_names
 from ..core.progress import without_bars
-from ..data.corpora import asked_in_training
 from ..data.prompts import (Formatter, LAYOUT_FILE, Layout, around, paper_instructions, save_layout,
                                     stored_facts)
 from ..models.loading import SEARCH
@@ -44,11 +43,7 @@ def check_expressible(embedder: AnchorEmbedder, model: str):
 # %% ../../nbs/release/00_export.ipynb #547eb986
 def trained_instructions(facts: dict) -> dict: # facts: of a checkpoint; -> name: instruction
     "The instructions that a model was trained with; a data set with several gets numbered names."
-    asked = asked_in_training(facts)
-    if facts.get("data") and not asked:
-        raise ValueError(f"the instructions used in training were in {facts['recipe']['instructions']}, which no "
-                         "longer exists; pass prompts as name: instruction, or an empty dict for none")
-    used = {name: filter(None, texts) for name, texts in asked.items()}
+    used = {name: filter(None, texts) for name, texts in facts.get("instructions", {}).items()}
     return {name + (f"_{n}" if n > 1 else ""): text for name, texts in used.items() for n, text in enumerate(texts, 1)}
 
 def query_instruction(instructions: dict, query: str = "") -> str: # query: an instruction or its name; empty: choose
@@ -301,7 +296,7 @@ def export(model: str,               # run folder, model folder, adapter folder,
     facts, layout = stored_facts(folder), embedder.formatter.layout
     named = trained_instructions(facts) if prompts is None else dict(prompts)
     # some queries of a data set had an instruction, others none
-    bare = prompts is None and any("" in texts and any(texts) for texts in asked_in_training(facts).values())
+    bare = prompts is None and any("" in texts and any(texts) for texts in facts.get("instructions", {}).values())
     named = dict(query="") | named | dict(query="" if bare and not query else query_instruction(named, query))
     for text in named.values(): embedder.formatter(["text"], text) # ValueError if an instruction leaves no room
     written = as_prompts(layout, named) | (embedder.prompts if prompts is None and not query else {})

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from anchor_nb.data import deduplication
-from anchor_nb.data.deduplication import (EvaluationSet, Watch, alike, database, dedup_pairs, duplicates, near_texts,
+from anchor_nb.data.deduplication import (Watch, alike, database, dedup_pairs, duplicates, near_texts,
                                           plain, seen_part, word_runs)
+from anchor_nb.data.retrieval_sets import Retrieval
 from common import WORDS, toy_pairs
 
 
@@ -69,7 +70,8 @@ def test_many_near_copies_are_searched_in_smaller_blocks(monkeypatch):
        st.sampled_from([0.3, 0.8, 1.0]))
 def test_what_was_seen_is_what_the_slow_search_sees(tests, trains, threshold):
     texts = {str(n): text for n, text in enumerate(tests)}
-    with database() as db: found = Watch(db, [EvaluationSet("t", texts, {}, {})], threshold)(trains)
+    test = Retrieval("t", "", {"d": ""}, texts, {n: {"d": 1} for n in texts})
+    with database() as db: found = Watch(db, [test], threshold)(trains)
     for train, keys in zip(trains, found):
         assert keys == [("t", "queries", n) for n, text in texts.items()
                         if seen_part(word_runs(text), word_runs(train)) >= threshold]
@@ -77,7 +79,7 @@ def test_what_was_seen_is_what_the_slow_search_sees(tests, trains, threshold):
 
 def test_a_passage_inside_a_longer_one_was_seen():
     passage = " ".join(random.Random(0).choices(WORDS, k=40))
-    watch = Watch(database(), [EvaluationSet("t", {}, {"d": passage}, {})])
+    watch = Watch(database(), [Retrieval("t", "", {"d": passage}, {"q": ""}, {"q": {"d": 1}})])
     inside, half = watch(["Before it. " + passage.upper() + ", and after it. " + "More " * 200,
                           passage[: len(passage)//2]])
     assert inside == [("t", "documents", "d")] and not half

@@ -56,3 +56,10 @@ def test_short_texts_in_other_languages_are_noticed():
     english = ["The printer on the third floor has not been printing since this morning.",
                "My password was rejected, so please set it again for me."]*150
     assert (not_english(german), not_english(english), not_english(["list files"]*300)) == (1, 0, 0)
+
+
+def test_a_break_that_ends_itself_is_one_break(tmp_path):
+    for name, text in dict(a="one<br>two<hr>three", b="one<br/>two<hr />three").items():
+        (tmp_path/f"{name}.html").write_text(f"<html><body><p>{text}</p></body></html>")
+    first, second = [document.sections for document in read_documents(str(tmp_path))[0]]
+    assert first == second

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from anchor_nb.data.retrieval_sets import (Retrieval, as_task, classification_task, clustering_task, draw, pair_task,
-                                           read_retrieval, relevant, sts_task, subset)
+from anchor_nb.data.retrieval_sets import Retrieval, as_task, draw, read_retrieval, relevant, rows_task, subset
 from common import shuffle, tasks
 
 
@@ -216,20 +215,5 @@ def test_the_revision_follows_the_data():
     same, other = (Retrieval("t", "", {"a": text}, {"q": "first"}, {"q": {"a": 1}}) for text in ("one", "two"))
     assert revision(as_task(one)) == revision(as_task(same)) != revision(as_task(other))
     rows = [dict(text=f"{n}", label=n % 2) for n in range(8)]
-    fewer = classification_task("c", rows, rows, experiments=2)
-    assert revision(classification_task("c", rows, rows)) != revision(fewer)
-
-
-@pytest.mark.parametrize("make, rows, message", [
-    (sts_task, [], "t: no rows"),
-    (sts_task, [dict(sentence1="a", sentence2="b")], "t: row 1 has None in column 'score'"),
-    (sts_task, [dict(sentence1="a", sentence2=None, score=1)], "column 'sentence2'"),
-    (pair_task, [dict(sentence1="a", sentence2="b", labels=0)], "must hold both 0 and 1"),
-    (pair_task, [dict(sentence1="", sentence2="b", labels=0)], "t: row 1 is empty in column 'sentence1'"),
-    (clustering_task, [dict(sentences="a", labels="x"), dict(sentences="b", labels="x")], "one label only"),
-    (lambda name, rows: classification_task(name, rows, rows), [dict(text="a", label="good")],
-     "row 1 has 'good' in column 'label'"),
-])
-def test_bad_rows_are_named(make, rows, message):
-    with pytest.raises(ValueError) as error: make("t", rows)
-    assert message in str(error.value)
+    classes = lambda **how: rows_task("Classification", "c", dict(train=rows, test=rows), settings=how)
+    assert revision(classes()) == revision(classes(n_experiments=10)) != revision(classes(n_experiments=2))

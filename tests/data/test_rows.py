@@ -6,10 +6,9 @@ import warnings
 import numpy as np
 import pandas
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
-from anchor_nb.data.rows import KINDS, Batch, examples, load_pairs, parse_row, parsed, plain_tables
-from anchor_nb.data.tables import RowTable, Unusual, content_hash, features_of, find_sources
+from anchor_nb.data.rows import Batch, Batches, examples, load_pairs, parse_row, parsed
+from anchor_nb.data.tables import RowTable, content_hash, find_sources
 
 GOOD = '{"query": "a question", "positive": "an answer"}\n'
 
@@ -91,32 +90,6 @@ def test_a_mark_at_the_start_of_a_file_is_no_error(tmp_path):
     assert [row["query"] for row in parsed(str(tmp_path/"a.jsonl"))] == ["a question"]
 
 
-SCHEMA = features_of(KINDS).arrow_schema
-TEXTS = st.sampled_from(["a question", "an answer", "2020-01-01", "", " ", "\u2003", "\x1c", "x\u00a0", "\ud83d",
-                         "\U0001f600", "5"])
-ODD = st.sampled_from([None, 5, True, [], ["a", "b"], ["a", None], [["i", "a"]], {}, [1, 0.5], [0.5], [float("inf")],
-                       [True]])
-ROWS = st.lists(st.fixed_dictionaries(
-    dict(query=st.one_of(TEXTS, ODD), positive=st.one_of(TEXTS, st.lists(TEXTS, max_size=2), ODD)),
-    optional=dict(negatives=st.one_of(st.lists(TEXTS, max_size=2), ODD), negative_2=TEXTS, anchor=TEXTS, id=ODD,
-                  instruction=st.one_of(TEXTS, ODD), positive_scores=ODD, negative_scores=ODD, label=ODD)), max_size=4)
-GOOD_ROWS = st.lists(st.fixed_dictionaries(
-    dict(query=st.sampled_from(["a", "5", "2020-01-01"]), positive=st.sampled_from(["b", "\U0001f600"])),
-    optional=dict(negatives=st.lists(st.sampled_from(["c", "d"]), max_size=2), instruction=st.just("i"),
-                  id=st.just(7))), min_size=1, max_size=4)
-
-
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(ROWS, GOOD_ROWS), st.sampled_from(["", "\n", " \n", "\ufeff", '{"query": "a"} {"query": "b"}\n']))
-def test_rows_read_in_blocks_are_those_read_one_by_one(tmp_path, rows, first):
-    "What Arrow takes for plain is what the usual reader gives; it leaves to that reader whatever is not."
-    path = tmp_path/"some.jsonl"
-    path.write_text(first + "".join(json.dumps(row) + "\n" for row in rows))
-    try: blocks = [row for table in plain_tables(str(path), {}, SCHEMA) for row in table.to_pylist()]
-    except Unusual: return
-    assert blocks == list(parsed(str(path)))
-
-
 @pytest.mark.parametrize("rows, columns", [
     ([dict(query="a", positive="b")]*3, {}),
     ([dict(anchor="2020-01-01", positive="b", negative="c", id=1)]*3, {}),
@@ -124,13 +97,27 @@ def test_rows_read_in_blocks_are_those_read_one_by_one(tmp_path, rows, first):
     ([dict(query="a", positive="b", negatives=["c"], positive_scores=[1], negative_scores=[0.5], instruction="i"),
       dict(query="a", positive="b", negatives=[])], {}),
     ([dict(frage="a", antwort="b", falsch="c")]*2, dict(query="frage", positive="antwort", negative="falsch"))])
-def test_plain_files_are_read_in_blocks(rows, columns, tmp_path):
+def test_a_table_holds_the_rows_that_were_read(rows, columns, tmp_path):
     pandas.DataFrame(rows).to_parquet(tmp_path/"a.parquet")
     (tmp_path/"a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("a.jsonl", "a.parquet"):
         source = str(tmp_path/name)
-        blocks = [row for table in plain_tables(source, columns, SCHEMA) for row in table.to_pylist()]
-        assert blocks == list(parsed(source, columns)) == list(load_pairs(source, tmp_path/"cache", columns)["a"])
+        assert list(parsed(source, columns)) == list(load_pairs(source, tmp_path/"cache", columns)["a"])
+
+
+def test_a_fault_after_many_rows_leaves_no_table(tmp_path):
+    (tmp_path/"a.jsonl").write_text(GOOD*2500)
+    assert len(load_pairs(str(tmp_path/"a.jsonl"), tmp_path/"cache")["a"]) == 2500
+    (tmp_path/"a.jsonl").write_text(GOOD*2500 + "{}\n")
+    with pytest.raises(ValueError, match="a.jsonl, line 2501, field 'query' is missing"):
+        load_pairs(str(tmp_path/"a.jsonl"), tmp_path/"cache")
+    assert len([path for path in (tmp_path/"cache/anchor_nb").iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize("ratio", [-1.0, float("nan")])
+def test_a_ratio_is_not_below_0(ratio):
+    with pytest.raises(ValueError, match="ratios gives a .*; give weights of 0 or more"):
+        Batches(dict(a=8, b=8), 4, ratios=dict(a=ratio))
 
 
 def test_negatives_under_two_names_are_all_read(tmp_path):

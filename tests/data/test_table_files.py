@@ -340,3 +340,32 @@ def test_a_page_with_an_element_that_is_never_closed_keeps_its_text(page, expect
     found = documents.from_html("page", page)
     assert expected in " ".join(text for _, text in found.sections), found
     assert found.title in ("Top", "A")
+
+
+def test_a_folder_reached_twice_is_entered_once(tmp_path):
+    for name in (".store/c", "x/a"): (tmp_path/name).mkdir(parents=True)
+    (tmp_path/"x/b").symlink_to("a")
+    (tmp_path/"x/c").symlink_to("../.store/c")
+    for name in ("x/a/f.txt", ".store/c/g.txt"): (tmp_path/name).touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in tables.files_below(tmp_path)] == ["x/a/f.txt", "x/c/g.txt"]
+
+
+def test_a_split_is_named_below_a_folder_with_a_colon(tmp_path):
+    saved = tmp_path/"c:d/saved"
+    datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(saved)
+    assert find_sources(f"{saved}:train") == find_sources(str(saved)) == dict(saved=str(saved/"train"))
+    documents.read_documents(f"{saved}:train", dict(text="positive"))
+
+
+def test_a_mistyped_column_is_no_fault_of_a_row(tmp_path):
+    with pytest.raises(ValueError, match="columns names negativ, which no row has"):
+        inspect_pairs(written(tmp_path/"a.csv"), dict(negative="negativ"))
+
+
+def test_passages_that_are_gone_from_the_cache_are_cut_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "cache_dir", lambda: tmp_path/"cache")
+    (tmp_path/"mine").mkdir()
+    (tmp_path/"mine/a.txt").write_text("A text of some words.")
+    path = documents.passages_file(tmp_path/"mine")
+    path.unlink()
+    assert documents.passages_file(tmp_path/"mine") == path and path.is_file()

@@ -16,7 +16,7 @@ from anchor_nb.models.resolve import resolve_model
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.release.export import BY_RULES, COMPARED, LONG, NOT_READ, SHORT, check, export, readers
 from anchor_nb.release.hub import files_of
-from anchor_nb.data.prompts import Formatter, fit_layout, resolve_layout, save_layout
+from anchor_nb.data.prompts import Formatter, fit_layout, paper_instructions, resolve_layout, save_layout
 from anchor_nb.core.recipe import Stage2
 from common import recipe, run
 
@@ -191,7 +191,7 @@ def test_what_another_library_saved_goes_through(tmp_path):
 
 # ---- prompts ----
 
-TRAINED = dict(recipe=dict(instructions="paper"), data=dict(fever={}, allnli={}))
+TRAINED = dict(instructions={name: paper_instructions()[name] for name in ("fever", "allnli")})
 
 
 def test_prompts_are_the_instructions_of_training(tmp_path):
@@ -342,9 +342,7 @@ def test_tokens_to_pool_over_stay_before_eos(tmp_path):
     ({}, dict(dtype="int8"), "dtype='int8'; choose one of float32, bfloat16, float16"),
     ({}, dict(adapter=True), "has full weights and no adapter; export it without adapter"),
     ({}, dict(query="find " * 99), "leaves no room for the text"),
-    ({}, dict(adapter=True, head=True), "leave out dtype and head"),
-    (dict(said=dict(recipe=dict(instructions="gone.yaml"), data=dict(a={}))), {},
-     "in gone.yaml, which no longer exists; pass prompts")])
+    ({}, dict(adapter=True, head=True), "leave out dtype and head")])
 def test_what_cannot_be_exported_leaves_nothing(tmp_path, said, words, message):
     model = checkpoint(tmp_path/"m", **said)
     with pytest.raises(ValueError, match=re.escape(message)): export(model, tmp_path/"out", **words)
