@@ -31,7 +31,7 @@ from ..models.resolve import is_here
 from ..runs.checkpoints import (add_row, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint,
                                         number_of)
 from ..runs.fault_tolerance import BUDGET, STOP_SIGNALS, Stopping, check_finite, halving, kept_budget, listening
-from .callbacks import AsAsked, Carrying, Progress, Snapshots, Timely, curves
+from .callbacks import AsAsked, Carrying, Progress, Snapshots, Timely, curves, shown
 from .inputs import Inputs, Record, Resolved, check_inputs, check_same_run
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
@@ -311,7 +311,7 @@ def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None,
         for folder in (out/".writing", *[folder for folder in checkpoints(out) if number_of(folder) > first]):
             shutil.rmtree(folder, ignore_errors=True) # half written; damaged
     trainer.accelerator.wait_for_everyone()
-    trainer.add_callback(bar := Progress(lambda: trainer, name))
+    trainer.add_callback(bar := Progress(name, lambda: shown(trainer)))
     trainer.add_callback(stopping := Stopping(trainer.is_world_process_zero()))
     begun = time.perf_counter()
     with closing(bar), listening(stopping), tensors_only(checkpoint) if checkpoint else nullcontext():
