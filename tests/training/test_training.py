@@ -392,4 +392,4 @@ def test_gpus_that_are_not_to_be_used_do_not_count(tmp_path, monkeypatch):
     from anchor_nb.training.inputs import check_sizes
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    check_sizes(recipe(Stage1, tmp_path, steps=2, global_batch=4, processes=0))
+    check_sizes(recipe(Stage1, tmp_path, global_batch=4, processes=0))
