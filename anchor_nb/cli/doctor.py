@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..core.redaction import without_secrets
 from ..data.packages import cache_dir
 from ..runs.launch import already_launched, environment, launch, stale_ranks
+from ..training.memory import free_memory
 
 # %% ../../nbs/cli/01_doctor.ipynb #f1d8d122
 class Check(NamedTuple):
@@ -31,17 +32,10 @@ def judged(name: str, state: str, *rules) -> Check: # rules: of (is it broken, w
 GB = 10**9
 
 # %% ../../nbs/cli/01_doctor.ipynb #fb8704c9
-def memory_limit() -> int: # bytes; 0 where there is none
-    "The container's limit for this process."
-    paths = map(Path, ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    text = next((path.read_text().strip() for path in paths if path.is_file()), "")
-    return int(text) if text.isdigit() and int(text) < 2**60 else 0
-
 def check_machine() -> Check:
     "The interpreter, the processors it may use, and main memory."
     import psutil
-    memory, limit = psutil.virtual_memory(), memory_limit()
-    total, free = (min(size, limit or size)/GB for size in (memory.total, memory.available))
+    total, free = psutil.virtual_memory().total/GB, free_memory()/GB # free within a container's limit
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     state = (f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {cores} of "
              f"{os.cpu_count()} cores, {total:.0f} GB of memory, {free:.0f} GB free")

@@ -31,14 +31,15 @@ def losses_behind(lm, batch: ReconstructionBatch,
         if shift is not None:
             decode = plain.index_copy(0, batch.places, anchors.roll(-shift, 1).flatten(0, 1).to(plain.dtype))
         hidden = run_packed(trunk_of(lm), batch.decode, decode, batch.visible, causal=True).index_select(0, batch.rows)
-        losses = head_loss(hidden, head, batch.targets, ones, anchor.chunk)[1]
+        losses = head_loss(hidden, head, batch.targets, ones)[1]
         costs.append(losses.new_zeros(len(batch.places)).index_add_(0, text, losses).view(ways, -1))
     return torch.stack(costs)
 
 # %% ../../nbs/losses/11_carry.ipynb #edb0a963
 def student(count: int) -> float: # of observations, at least 2
-    "The 0.975 quantile of Student's t by Fisher's expansion, since training needs no scipy; within 1 % from 4 on."
+    "The 0.975 quantile of Student's t by Fisher's expansion, since training needs no scipy; within 1 %."
     z, degrees = 1.959964, count - 1
+    if degrees < 3: return (12.7062, 4.3027)[degrees - 1] # where the expansion is up to a quarter too small
     return (z + (z**3 + z)/(4*degrees) + (5*z**5 + 16*z**3 + 3*z)/(96*degrees**2)
             + (3*z**7 + 19*z**5 + 17*z**3 - 15*z)/(384*degrees**3))
 

@@ -28,4 +28,4 @@ class LanguageModelling(Anchor):
     def loss(self, lm, batch: LanguageBatch, totals: Tensor) -> tuple: # (share, [directions] nats a token)
         "This micro-batch's share of the global loss; shares add up."
         hidden = run_packed(trunk_of(lm), batch.decode, visible=batch.visible, causal=True).index_select(0, batch.rows)
-        return directed_loss(hidden, lm, batch, totals, self.alpha, self.chunk)
+        return directed_loss(hidden, lm, batch, totals, self.alpha)

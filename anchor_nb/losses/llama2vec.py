@@ -38,9 +38,9 @@ def bag_loss(states: Tensor,    # [texts, positions, hidden]
 
 # %% ../../nbs/losses/01_llama2vec.ipynb #5b4deee3
 def padded(bags: list) -> Tensor: # [texts, largest bag]
-    "Lists of token ids as rows of one tensor, padded with -1."
-    longest = max(map(len, bags))
-    return flat([bag + [-1]*(longest - len(bag)) for bag in bags], longest*len(bags)).view(-1, longest)
+    "Lists of token ids, or of other whole numbers, as rows of one tensor, padded with -1."
+    longest = max(map(len, bags), default=0)
+    return flat([bag + [-1]*(longest - len(bag)) for bag in bags], longest*len(bags)).view(len(bags), longest)
 
 # %% ../../nbs/losses/01_llama2vec.ipynb #db63e505
 class Bag(NamedTuple):

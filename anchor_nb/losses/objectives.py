@@ -15,12 +15,11 @@ from ..core.names import own_code
 from ..core.recipe import Stage1
 from ..data.prompts import pooling_tokens
 from ..models.backbone import untied_head
-from ..models.pooling import pack_texts
 from .reconstruction import Anchor, Blanks, DecodeRules
 from .llama2vec import Bags, Llara, llara_prompts
 from .causal_lm import LanguageModelling
 from .mntp import MaskedPrediction, mask_id
-from .infonce import cached_step
+from .infonce import in_pieces
 from .simcse import SimCSE
 
 # %% ../../nbs/losses/10_objectives.ipynb #3fc5fbe8
@@ -171,19 +170,12 @@ def run_pieces(model, name: str, objective, items: list, weight: float, cut, bac
 def run_coupled(model, name: str, objective, items: tuple, weight: float, cut, backward, sync,
                 device) -> tuple: # as `run_pieces`
     "The same for a loss that couples all texts, with cached gradients."
-    texts = objective.texts(items)
-    lengths = [len(text.ids) for text in texts]
-    pieces, empty = cut(lengths)
-    packed = [pack_texts([texts[n] for n in piece]).to(device) for piece in pieces]
-    order = [n for piece in pieces[:len(pieces) - empty] for n in piece] + [len(texts) + k for k in range(empty)]
-    items = tuple(to_device(batch, device) for batch in items)
+    texts, items = objective.texts(items), tuple(to_device(batch, device) for batch in items)
     def loss_of(embeddings):
-        loss, parts = objective.loss_of(embeddings[:len(texts)], items)
+        loss, parts = objective.loss_of(embeddings, items)
         return loss*weight, parts
-    parts = cached_step(lambda batch: model(name, batch), packed, torch.tensor(order, device=device), loss_of, backward,
-                        sync)[1]
-    largest = max(sum(lengths[n] for n in piece) for piece in pieces)
-    return parts.double(), torch.zeros(0, dtype=torch.long), sum(lengths), largest
+    parts, tokens, most = in_pieces(lambda batch: model(name, batch), texts, cut, loss_of, backward, sync, device)
+    return parts.double(), torch.zeros(0, dtype=torch.long), tokens, most
 
 # %% ../../nbs/losses/10_objectives.ipynb #cf7b5131
 def run_objectives(model, objectives: list, # the (wrapped) module, and what `make_objectives` gave it

@@ -15,12 +15,11 @@ from ..core.distributed import gather
 # %% ../../nbs/losses/06_sigreg.ipynb #44e1da56
 def sigreg(embeddings: Tensor, # [texts, hidden] of this rank, without padding
            directions: Tensor, # [hidden, directions] unit columns, the same on every rank
-           knots: int = 17,    # points of the integral on [0, 3]; LeJEPA: 17
           ) -> Tensor:         # the value of the global batch, on every rank
     "The mean Epps-Pulley distance of projections from a standard normal, unbiased at any number of texts."
     wide = torch.promote_types(embeddings.dtype, torch.float32)
     with torch.autocast(embeddings.device.type, enabled=False):
-        t = torch.linspace(0, 3, knots, dtype=wide, device=embeddings.device)
+        t = torch.linspace(0, 3, 17, dtype=wide, device=embeddings.device) # LeJEPA: 17 knots
         phi = torch.exp(-t**2/2)
         weights = 2*(t[1] - t[0])*phi
         weights[0] /= 2; weights[-1] /= 2

@@ -216,10 +216,9 @@ def encoded(embedder, texts, instruction, role: Role, prompt_name=None, prompt=N
     if not isinstance(before, str) and len(before) != len(many):
         raise ValueError(f"{len(before)} instructions for {len(many)} texts; give one for all, or one for each")
     truncate_dim = whole_number("truncate_dim", truncate_dim or 0)
-    if batch_size is not None: batch_size = whole_number("batch_size", batch_size)
     if not 0 <= truncate_dim <= embedder.dimension:
         raise ValueError(f"truncate_dim={truncate_dim}; the model's vectors have {embedder.dimension} numbers")
-    if batch_size is not None and batch_size < 1:
+    if batch_size is not None and (batch_size := whole_number("batch_size", batch_size)) < 1:
         raise ValueError(f"batch_size={batch_size}; give 1 or more, or None")
     in_precision(np.empty((0, 8), np.float32), precision) # fail early on a wrong name
     normalize = embedder.normalize if normalize_embeddings is None else normalize_embeddings

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core.recipe import Training
 from ..data.prompts import (LAYOUT_FILE, Formatter, Layout, chat_parts, fit_layout, load_formatter,
                                     recipe_layout, resolve_layout, stored_facts)
-from .resolve import base_of, find_model, is_here
+from .resolve import base_of, find_model, is_here, small_files
 
 # %% ../../nbs/models/07_loading.ipynb #714239c8
 def layout_of_tokenizer(tokenizer, **settings) -> Layout:
@@ -169,13 +169,6 @@ def read_facts(folder: str,         # model folder or hub id
     return stored if bidirectional is None else dict(stored, bidirectional=bidirectional)
 
 # %% ../../nbs/models/07_loading.ipynb #5827ef78
-def small_files(name: str) -> Path: # the folder itself, or one with a hub model's configuration files
-    "Where the configuration of a model can be read; a path that does not exist when the hub cannot be reached."
-    if Path(name).is_dir(): return Path(name)
-    from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
-    except (OSError, ValueError): return Path(name)
-
 def is_left_open(name: str, small: Path) -> bool: # small: its configuration files
     "Whether the hub's cache does not tell if sentence-transformers wrote a model, nor can the hub be asked."
     if Path(name).is_dir() or not small.is_dir(): return False
@@ -201,7 +194,7 @@ def search_facts(model: str) -> dict: # bm25, words, titled; empty where there a
 def chain(folder: str) -> list: # of folders or hub ids
     "A folder, and the bases it sits on."
     folders = [folder]
-    while base := base_of(str(small_files(folders[-1]))): folders.append(find_model(base))
+    while base := base_of(folders[-1]): folders.append(find_model(base))
     return folders
 
 # %% ../../nbs/models/07_loading.ipynb #4c2f3922

@@ -56,10 +56,14 @@ def flat(lists: list, count: int, dtype=np.int64) -> Tensor: # [count]
     return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype, count))
 
 # %% ../../nbs/models/00_packing.ipynb #132069e8
+def text_of_token(packed: Packed) -> Tensor: # [tokens]
+    "The number of the text that each token belongs to."
+    text = torch.arange(len(packed.starts) - 1, device=packed.starts.device)
+    return text.repeat_interleave(packed.lengths, output_size=len(packed.positions))
+
 def slots(packed: Packed) -> Tensor: # [tokens] index into the flattened padded rows
     "The index of each token when texts become right-padded rows."
-    text = torch.arange(len(packed.starts) - 1, device=packed.starts.device)
-    return text.repeat_interleave(packed.lengths, output_size=len(packed.positions))*packed.longest + packed.positions
+    return text_of_token(packed)*packed.longest + packed.positions
 
 def spread(states: Tensor,  # [tokens, ...]
            packed: Packed,

@@ -8,7 +8,7 @@ __all__ = ['pack_texts', 'pooling', 'pool_states', 'needs_last_only']
 # %% ../../nbs/models/04_pooling.ipynb #3fd732ec
 import torch
 from torch import Tensor
-from .packing import Packed, flat, pack
+from .packing import Packed, flat, pack, text_of_token
 
 # %% ../../nbs/models/04_pooling.ipynb #8e8ab800
 def last_token(hidden: Tensor, # [tokens, hidden] states of a packed batch
@@ -18,11 +18,6 @@ def last_token(hidden: Tensor, # [tokens, hidden] states of a packed batch
     return hidden.index_select(0, packed.last)
 
 # %% ../../nbs/models/04_pooling.ipynb #e81afed8
-def text_of_token(packed: Packed) -> Tensor: # [tokens]
-    "The number of the text that each token belongs to."
-    return torch.arange(len(packed.lengths), device=packed.ids.device).repeat_interleave(packed.lengths,
-                                                                                         output_size=len(packed.ids))
-
 def weighted_sum(hidden: Tensor, weights: Tensor, packed: Packed) -> Tensor: # [texts, hidden]
     "The weighted mean of each text's states, summed in fp32 or better: bf16 cannot count beyond 256."
     wide = torch.promote_types(hidden.dtype, torch.float32)

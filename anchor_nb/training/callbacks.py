@@ -36,8 +36,9 @@ class Timely(TrainerCallback):
         self.cost = self.begun - self.ended
 
 class Progress(TrainerCallback):
-    "A progress bar with loss and tokens per second."
-    def __init__(self, trainer_of, name: str): self.trainer_of, self.name, self.bar = trainer_of, name, None
+    "A progress bar of a training's steps."
+    def __init__(self, name: str, postfix=None): # postfix: () -> what stands behind the bar
+        self.name, self.postfix, self.bar = name, postfix, None
 
     def on_train_begin(self, args, state, control, **kwargs):
         "Draw the bar, on one rank."
@@ -46,21 +47,19 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         "Move the bar by one step."
-        trainer = self.trainer_of()
-        self.bar.set_postfix_str(f"loss {trainer.facts['loss']:.3f}, {trainer.facts['tokens']/trainer.seconds:.0f} "
-                                 "tokens/s" + self.carried(trainer.carrying), refresh=False)
+        if self.postfix: self.bar.set_postfix_str(self.postfix(), refresh=False)
         self.bar.update()
-
-    @staticmethod
-    def carried(carrying) -> str: # a `Carrying`, or None
-        "The gap of each direction as it was last measured."
-        if not (carrying and carrying.last): return ""
-        gaps = [f"{name} {at['gap']:.2f}" for name, at in carrying.last.items() if isinstance(at, dict)]
-        return f", carried {', '.join(gaps)} nats"
 
     def close(self):
         "End the bar, also of a run that failed."
         if self.bar is not None: self.bar.close()
+
+def shown(trainer) -> str: # an `AnchorTrainer`
+    "Loss and tokens per second of a step, and the gap of each direction as it was last measured."
+    text = f"loss {trainer.facts['loss']:.3f}, {trainer.facts['tokens']/trainer.seconds:.0f} tokens/s"
+    if not (trainer.carrying and trainer.carrying.last): return text
+    gaps = [f"{name} {at['gap']:.2f}" for name, at in trainer.carrying.last.items() if isinstance(at, dict)]
+    return f"{text}, carried {', '.join(gaps)} nats"
 
 # %% ../../nbs/training/05_callbacks.ipynb #fdb48397
 def curves(out: str, first: int): # first: steps done

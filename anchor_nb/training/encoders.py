@@ -7,10 +7,11 @@ __all__ = ['RATES', 'SEARCHED', 'search_rate', 'tune_encoder']
 
 # %% ../../nbs/training/11_encoders.ipynb #67996f0b
 import json, random, time
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from ..core.files import new_folder, write_text
-from ..core.progress import announce, progress, without_bars
+from ..core.progress import announce, without_bars
 from ..data.retrieval_sets import Retrieval, relevant
 from ..models.resolve import find_model
 
@@ -53,20 +54,11 @@ def loss_of(encoder):
     return CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=MINI)
 
 # %% ../../nbs/training/11_encoders.ipynb #bcb55ed6
-def in_steps(desc: str): # -> a callback of transformers' trainer
-    "A progress bar of a training's steps."
-    from transformers import TrainerCallback
-
-    class Steps(TrainerCallback):
-        def on_train_begin(self, args, state, control, **_): self.bar = progress(desc=desc, total=state.max_steps)
-        def on_step_end(self, args, state, control, **_): self.bar.update()
-        def on_train_end(self, args, state, control, **_): self.bar.close()
-    return Steps()
-
 def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: int) -> dict: # epoch -> score
     "Train in place; afterwards the encoder is as after the best of these epochs. Epoch 0 is the one before."
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from transformers import EarlyStoppingCallback, PrinterCallback
+    from anchor_nb.training.callbacks import Progress
     encoder.model_card_data.set_widget_examples = lambda dataset: None # of a card that nobody writes
     scores = {0: judge(encoder)[SCORE] if judge else 0.0}
     with TemporaryDirectory() as folder:
@@ -79,10 +71,10 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
         settings._n_gpu = min(settings.n_gpu, 1) # or DataParallel would make the batch larger with each GPU
         trainer = SentenceTransformerTrainer(encoder, settings, train_dataset=as_triples(rows), evaluator=judge,
                                              loss=loss_of(encoder),
-                                             callbacks=[in_steps(f"learning rate {rate:g}"),
+                                             callbacks=[bar := Progress(f"learning rate {rate:g}"),
                                                         *([EarlyStoppingCallback(1)] if judge else [])])
         trainer.remove_callback(PrinterCallback)
-        with without_bars(): trainer.train()
+        with closing(bar), without_bars(): trainer.train()
     history = [row[f"eval_{SCORE}"] for row in trainer.state.log_history if f"eval_{SCORE}" in row]
     return {epoch: round(float(score), 4) for epoch, score in enumerate([scores[0], *history])}
 
@@ -111,11 +103,11 @@ def average(encoder, before: dict, judge, scores: dict) -> dict: # before: its f
 RATES = (2e-5, 1e-4, 3e-4) # ours: around sentence-transformers' 5e-5, and what small models on few pairs take
 SEARCHED = 192             # pairs
 
-def search_rate(model: str, rows: list, dev: Retrieval, rates=RATES, batch: int = 32, max_length: int = 256,
+def search_rate(model: str, rows: list, dev: Retrieval, batch: int = 32, max_length: int = 256,
                 seed: int = 0) -> dict: # rate -> nDCG@10 on the development split
     "The score of each learning rate after one short epoch."
     few, scores, judge = random.Random(seed).sample(rows, min(len(rows), SEARCHED)), {}, evaluator_of(dev)
-    for rate in rates:
+    for rate in RATES:
         encoder = opened(model, max_length)
         fit(encoder, few, None, rate, 1, batch, seed)
         scores[rate] = judge(encoder)[SCORE]

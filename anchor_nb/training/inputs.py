@@ -11,7 +11,6 @@ from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-import torch
 from transformers import AutoConfig
 from ..core.progress import announce
 from ..core.recipe import RECIPES, Stage2, Training
@@ -29,6 +28,7 @@ from ..models.backbone import check_causal
 from ..models.loading import small_files, training_formatter
 from ..models.resolve import at_commit, start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
+from ..runs.launch import usable_gpus
 from ..runs.identity import engine_of, inputs_beside, same_content, same_place, settings_of
 from .defaults import begun_with, decide, pair_lengths
 
@@ -116,7 +116,7 @@ def check_instructions(inputs): # `Inputs`
     "ValueError for an instruction that leaves no room for text; a warning where some datasets have none."
     if inputs.instructions is None: return
     bare = []
-    for name, rows in looked_through({name: inputs.tables[name] for name in inputs.drawn}).items():
+    for name, rows in inputs.looked.items():
         written, usual = values_in(rows, "instruction"), inputs.instructions.get(name)
         longest = max((*(usual or ()), *written, *values_in(rows, "document_instruction")), key=len, default="")
         inputs.formatter(["text"], longest)
@@ -135,8 +135,7 @@ def check_rows(inputs): # `Inputs`
         raise ValueError(f"few_shot draws examples from all rows, and {', '.join(streams)} is read in "
                          "place; copy the shards into a local folder first, or set few_shot=0")
     if inputs.stage == "stage2":
-        drawn = looked_through({name: tables[name] for name in inputs.drawn})
-        check_contrast(rules, drawn, sorted(tables), inputs.instructions)
+        check_contrast(rules, inputs.looked, sorted(tables), inputs.instructions)
         sizes_of(inputs.config.hidden_size, rules.matryoshka_dims)
     check_instructions(inputs)
 
@@ -157,7 +156,7 @@ def check_launch(recipe: Training):
 
 def check_sizes(recipe: Training): # decided
     "ValueError for a batch too small for the processes; a warning for a warm-up that never ends."
-    ranks = int(os.environ.get("WORLD_SIZE", 0)) or recipe.processes or max(1, torch.cuda.device_count())
+    ranks = int(os.environ.get("WORLD_SIZE", 0)) or recipe.processes or max(1, usable_gpus())
     if recipe.global_batch < ranks:
         raise ValueError(f"global_batch={recipe.global_batch} leaves some of {ranks} processes without an example; use "
                          "fewer processes")
@@ -197,6 +196,7 @@ class Inputs(Resolved):
         self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed) # name -> rows
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables |= {name: strangers(self.tables[name], recipe.seed) for name in self.drawn}
+        self.looked = looked_through({name: self.tables[name] for name in self.drawn})
         super().__init__(recipe)
         self.apply_preset()
         check_rows(self)
@@ -207,12 +207,15 @@ class Inputs(Resolved):
 
     def apply_preset(self):
         "Settle what the preset decides, and which rows each step draws."
-        drawn = looked_through({name: self.tables[name] for name in self.drawn})
         negatives = getattr(self.recipe, "negatives", 0)
-        lengths_at = partial(pair_lengths, self.formatter, drawn, self.instructions, negatives)
+        lengths_at = partial(pair_lengths, self.formatter, self.looked, self.instructions, negatives)
         sizes = {name: len(table) for name, table in self.tables.items()}
         used = [sizes[name] for name in self.drawn] or [1] # where ratios leave none, `Batches` says so
         recipe, self.why = decide(self.recipe, used, lengths_at, self.begun)
+        if self.why and not self.recipe.global_batch and recipe.global_batch == min(used) < max(used):
+            least = min(self.drawn, key=sizes.get)
+            self.why += (f"\n{min(used)} pairs a step, since a step draws from one dataset and {least} has no more; "
+                         f"put its rows into another file, or leave it out by ratios={{{least}: 0}}")
         check_sizes(recipe)
         self.settle(recipe)
         self.groups = {name: table.groups for name, table in self.tables.items() if isinstance(table, Stream)}

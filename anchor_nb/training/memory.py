@@ -6,7 +6,7 @@
 __all__ = ['Setup', 'kept_bytes', 'memory', 'matrix_rate', 'plan_for']
 
 # %% ../../nbs/training/01_memory.ipynb #ec688bd6
-import math, os
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from .flops import (Shape, checkpointing_share, forward_flops, shape_of, stage1_flops, stage2_flops)
@@ -26,10 +26,6 @@ class Setup:
     only_last: bool = True            # is only each text's last state wanted? poolings such as mean want all
     guide: int = 0                    # bytes of a frozen embedder's weights
     dropout: bool = False             # in the adapters
-
-    def __post_init__(self):
-        if self.precision not in ("fp32", "bf16", "pure_bf16", "fp64"):
-            raise ValueError(f"precision={self.precision!r}; the planner knows fp32, bf16 and pure_bf16")
 
     @property
     def width(self) -> int: # bytes of what matrices read and write
@@ -63,7 +59,6 @@ def kept_bytes(shape: Shape, setup: Setup,
 
 # %% ../../nbs/training/01_memory.ipynb #4c0bfb04
 LOGIT_BYTES = 12 # a logit and its logarithm of a probability in fp32, the gradient of the chunk before
-STATES = dict(adamw=2, adamw_8bit=2) # values that an optimizer keeps for each weight it trains
 
 def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     "The model's memory, independent of the number of tokens."
@@ -71,12 +66,10 @@ def model_bytes(shape: Shape, setup: Setup) -> dict: # what -> bytes
     parts = {"weights": shape.parameters*weight} | ({"guide": setup.guide} if setup.guide else {})
     if setup.precision == "bf16": parts["bf16 copies"] = 2*(shape.decoder + shape.head*(setup.stage == "stage1"))
     if setup.stage == "encode": return parts
-    if setup.optimizer not in STATES:
-        raise ValueError(f"optimizer={setup.optimizer!r}; the planner knows {', '.join(STATES)}")
     trained, size = (shape.adapters(setup.rank), 4) if setup.rank else (shape.parameters, weight)
     if setup.rank: parts["adapters"] = trained*size
     parts["gradients"] = trained*size*(1 + (setup.processes > 1 and setup.sharding == "ddp"))
-    parts["optimizer"] = trained*STATES[setup.optimizer]*(1 if setup.optimizer == "adamw_8bit" else size)
+    parts["optimizer"] = 2*trained*(1 if setup.optimizer == "adamw_8bit" else size) # two values a weight
     # the table of embeddings keeps states of 32 bits
     if setup.optimizer == "adamw_8bit" and not setup.rank: parts["optimizer"] += 6*shape.head
     return one_shard(parts, shape, setup) if setup.sharding != "ddp" and setup.processes > 1 else parts
@@ -259,11 +252,8 @@ def free_memory(device: str = "cpu") -> float: # bytes
         import torch
         return (torch.cuda.mem_get_info(device)[0]
                 + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    table = Path("/proc/meminfo")
-    # half of all there is, where nothing says what is free
-    if not table.is_file(): return os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")/2
-    available = [row for row in table.read_text().splitlines() if row.startswith("MemAvailable")]
-    return min(int(available[0].split()[1])*1024, group_room())
+    import psutil
+    return min(psutil.virtual_memory().available, group_room())
 
 # %% ../../nbs/training/01_memory.ipynb #99c2cd6e
 def matrix_rate(device="cpu", dtype="float32",  # a torch type or its name
@@ -290,15 +280,11 @@ def matrix_rate(device="cpu", dtype="float32",  # a torch type or its name
 # %% ../../nbs/training/01_memory.ipynb #c308da64
 def guide_bytes(model: str) -> int: # as `AnchorEmbedder.from_pretrained` takes it
     "Memory for the weights of a frozen embedder; reads no weights."
-    import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from anchor_nb.models.attention import has_bf16, on_gpu
-    from anchor_nb.models.backbone import has_head
-    from anchor_nb.models.resolve import base_of, find_model
-    folder = find_model(model)
-    while base := base_of(folder): folder = find_model(base) # an adapter is merged into its base
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"): empty = (AutoModelForCausalLM if has_head(config) else AutoModel).from_config(config)
+    from anchor_nb.models.backbone import empty_model
+    from anchor_nb.models.loading import chain
+    from anchor_nb.models.resolve import find_model
+    empty = empty_model(chain(find_model(model))[-1]) # an adapter is merged into its base
     size = 2 if on_gpu() and has_bf16() else 4 # as it is loaded
     return size*sum(weight.numel() for weight in empty.parameters())
 

@@ -35,17 +35,12 @@ class Machine:
 def this_machine(shape: Shape, precision: str = "auto") -> Machine: # shape: of the model
     "The machine that this runs on, measured now."
     import torch
-    from anchor_nb.models.attention import has_bf16
     from anchor_nb.runs.launch import usable_gpus
-    from anchor_nb.training.precision import LARGE, cpu_precision
-    if gpus := usable_gpus():
-        kind = ("bf16" if has_bf16() else "fp32") if precision == "auto" else precision
-        rate = matrix_rate("cuda", "float32" if kind == "fp32" else "bfloat16", shape)
-        return Machine(gpus, free_memory("cuda"), rate, kind, here=True)
-    usual = cpu_precision(shape.hidden, shape.mlp)[0] if shape.decoder >= LARGE else "fp32"
-    kind = usual if precision == "auto" else precision
-    return Machine(0, free_memory(), matrix_rate("cpu", "float32" if kind == "fp32" else "bfloat16", shape), kind,
-                   torch.get_num_threads(), here=True)
+    from anchor_nb.training.precision import auto_precision
+    gpus, kind = usable_gpus(), auto_precision(shape)[0] if precision == "auto" else precision
+    device = "cuda" if gpus else "cpu"
+    rate = matrix_rate(device, "float32" if kind == "fp32" else "bfloat16", shape)
+    return Machine(gpus, free_memory(device), rate, kind, 1 if gpus else torch.get_num_threads(), here=True)
 
 # %% ../../nbs/training/10_plan.ipynb #09ba0008
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class Pairs:
         return (f"{many}: queries of {self.query:.0f} tokens and documents of {self.document:.0f} on average, "
                 f"{self.negatives} hard negative{'s'*(self.negatives != 1)}")
 
-def measure_pairs(data: str, model: str, sample: int = 300) -> Pairs: # data, model: as training takes them
+def measure_pairs(data: str, model: str) -> Pairs: # data, model: as training takes them
     "Count the rows of a folder, file or dataset, and measure some of them."
     from anchor_nb.data.prompts import load_formatter
     from anchor_nb.data.rows import load_pairs
@@ -69,7 +64,7 @@ def measure_pairs(data: str, model: str, sample: int = 300) -> Pairs: # data, mo
     from anchor_nb.models.resolve import is_here, start_of
     tables = load_pairs(data)
     total = sum(map(len, tables.values()))
-    rows = [row for table in tables.values() for row in table.select(range(0, len(table), -(-total//sample)))]
+    rows = [row for table in tables.values() for row in table.select(range(0, len(table), -(-total//300)))]
     texts = dict(query=[row["query"] for row in rows], document=[row["positives"][0] for row in rows])
     if is_here(model):
         start = start_of(model)

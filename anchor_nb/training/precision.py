@@ -15,7 +15,7 @@ from torch import nn
 from ..data.packages import cache_dir
 from ..core.files import write_text
 from ..models.attention import has_bf16, on_gpu
-from .flops import shape_of
+from .flops import Shape, shape_of
 
 # %% ../../nbs/training/02_precision.ipynb #f65a10f3
 def step_seconds(module: nn.Module, states: torch.Tensor, bf16: bool) -> float:
@@ -25,20 +25,21 @@ def step_seconds(module: nn.Module, states: torch.Tensor, bf16: bool) -> float:
     out.float().sum().backward()
     return time.perf_counter() - begin
 
+TOKENS = 512 # of a micro-batch
+
 def trial(hidden: int, mlp: int,      # widths of a layer
           seconds: float = 2.0,       # how long to try
-          tokens: int = 512,          # of a micro-batch
          ) -> dict:                   # precision -> tokens/s through one layer's MLP
     "How fast this CPU trains in fp32, and in bf16 over fp32 weights."
     with torch.random.fork_rng(devices=[]):
         module = nn.Sequential(nn.Linear(hidden, mlp), nn.SiLU(), nn.Linear(mlp, hidden))
-        states = torch.randn(tokens, hidden, requires_grad=True)
+        states = torch.randn(TOKENS, hidden, requires_grad=True)
     kinds, end = dict(fp32=False, bf16=True), time.perf_counter() + seconds
     for bf16 in kinds.values(): step_seconds(module, states, bf16) # the first of each sets things up
     best = dict.fromkeys(kinds, float("inf"))
     while True:
         for name, bf16 in kinds.items(): best[name] = min(best[name], step_seconds(module, states, bf16))
-        if time.perf_counter() > end: return {name: tokens/taken for name, taken in best.items()}
+        if time.perf_counter() > end: return {name: TOKENS/taken for name, taken in best.items()}
 
 # %% ../../nbs/training/02_precision.ipynb #5bfd286a
 @cache
@@ -70,11 +71,11 @@ def cpu_precision(hidden: int, mlp: int) -> tuple: # (fp32 or bf16, why)
     why = f"bf16 ran {gain:.2f} times as fast as fp32 on this CPU, with {threads} thread{'s'*(threads > 1)}"
     return ("bf16" if gain >= GAIN else "fp32"), why
 
-def auto_precision(config) -> tuple: # of a transformers configuration: (fp32 or bf16, why)
+def auto_precision(config) -> tuple: # of transformers, or a `Shape`; -> (fp32 or bf16, why)
     "What `precision=auto` means for a new run of a model on this machine."
     if on_gpu():
         return ("bf16", "this GPU has it") if has_bf16() else ("fp32", "this GPU has no bf16")
-    try: shape = shape_of(config)
+    try: shape = config if isinstance(config, Shape) else shape_of(config)
     except ValueError: return "fp32", f"the sizes of a {config.model_type} are not known here, so nothing was tried"
     if shape.decoder < LARGE: return "fp32", "the model is too small to gain by bf16"
     return cpu_precision(shape.hidden, shape.mlp)

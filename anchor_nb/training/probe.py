@@ -132,17 +132,17 @@ def speed(module, steps: Steps,
     return of_whole(times, most)
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be021
-def optimizer_rate(device, numbers: int = 2**21, clock=time.perf_counter) -> float: # weights a second
+def optimizer_rate(device) -> float: # weights a second
     "How fast AdamW updates weights of 32 bits."
-    weight = torch.nn.Parameter(torch.zeros(numbers, device=device))
+    weight = torch.nn.Parameter(torch.zeros(2**21, device=device))
     weight.grad = torch.ones_like(weight)
     optimizer, taken = torch.optim.AdamW([weight], fused=True), []
     for _ in range(3):
-        begun = clock()
+        begun = time.perf_counter()
         optimizer.step()
         if device.type == "cuda": torch.cuda.synchronize(device)
-        taken.append(clock() - begun)
-    return numbers/max(min(taken), 1e-9)
+        taken.append(time.perf_counter() - begun)
+    return len(weight)/max(min(taken), 1e-9)
 
 def step_time(tokens: float,        # of a step, over all ranks
               rate: float,          # tokens a second of all ranks
@@ -185,7 +185,6 @@ class Forecast:
     bytes: int           # peak of one process on its device; 0: not known
     free: float          # bytes that the device has, what is held already included
     why: str = ""        # why the time is not known
-    lengths: tuple = ()  # tokens of the sampled texts
 
     @property
     def seconds(self) -> float: return self.steps*self.step_seconds # of the whole run
@@ -223,7 +222,7 @@ def forecast(module, steps: Steps, config, # of the model, from transformers
     rate = 0.0 if compiled else speed(module, steps, most, device, autocast)
     tokens = of_first_rank(sample.tokens)
     why = "layers are compiled first" if compiled else "the probe ran out of memory"
-    known = dict(steps=steps.last - steps.first, tokens=tokens, bytes=size, free=room, lengths=tuple(sample.lengths))
+    known = dict(steps=steps.last - steps.first, tokens=tokens, bytes=size, free=room)
     if not rate: return Forecast(step_seconds=0.0, why=why, **known)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     pieces = -(-sum(sample.lengths)*share//sample.pairs//budget) if setup.stage == "stage2" and not whole else 1
@@ -232,44 +231,20 @@ def forecast(module, steps: Steps, config, # of the model, from transformers
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be030
 LONG = 30*60 # seconds that need no warning
-COSTS = dict(steps="fewer steps: {kept:.0%} of the examples are seen",
-             max_length="shorter texts: {kept:.0%} of the texts are cut",
-             global_batch="a smaller batch: {kept:.0%} of the examples, and noisier gradients")
 
-def shorter(recipe, expected: Forecast) -> dict: # recipe: `Training`; setting -> (value, share for `COSTS`)
-    "The largest value of each setting with which a run would end within `LONG`."
-    room = 0.9*LONG/expected.seconds
-    fewer, batch, lengths = int(expected.steps*room), int(recipe.global_batch*room), expected.lengths
-    ways = dict(steps=(fewer, fewer/expected.steps)) if fewer else {}
-    cut = lambda length: sum(min(n, length) for n in lengths)/sum(lengths)
-    shorter = [length for length in (256, 192, 128, 96, 64, 48, 32) if length < recipe.max_length]
-    fitting = [length for length in shorter if cut(length) <= room]
-    if fitting: ways["max_length"] = fitting[0], sum(n > fitting[0] for n in lengths)/len(lengths)
-    least = max(2, recipe.processes, world()[1])
-    if batch >= least: ways["global_batch"] = batch, batch/recipe.global_batch
-    return ways
-
-def shorter_commands(recipe,         # `Training` as it was asked for
-                     decided,        # the same with all values decided
-                     expected: Forecast) -> list: # of lines
-    "The commands that would end within `LONG`, each with what it costs; empty if this one does, or is not known."
+def shorter_command(recipe,         # `Training` as it was asked for
+                    decided,        # the same with all values decided
+                    expected: Forecast) -> list: # of lines
+    "The command that would end within `LONG`, and what it costs; empty if this one does, or is not known."
     if expected.seconds <= LONG: return []
-    lines = [f"That is over {LONG//60} minutes. One of these would take about {0.9*LONG/60:.0f}:"]
-    for name, (value, kept) in shorter(decided, expected).items():
-        changes = {name: value, "out": f"{recipe.out.rstrip('/')}-short"}
-        if name == "steps": changes |= at_most(recipe, value, decided.steps)
-        elif not recipe.steps: changes |= at_most(recipe, decided.steps, decided.steps) | dict(steps=decided.steps)
-        lines += [f"  {command_line(replace(recipe, **changes))}", f"      {COSTS[name].format(kept=kept)}"]
-    if len(lines) > 1: return lines
-    return [f"That is over {LONG//60} minutes, and so is a single step: take a smaller model, a smaller global_batch "
-            "with a smaller max_length, or a GPU."]
-
-def at_most(recipe, steps: int, whole: int) -> dict: # whole: steps of the long run; -> setting: value
-    "Other settings that must change for a run of that many steps."
-    changes = dict(epochs=0.0) if getattr(recipe, "epochs", 0) else {}
+    steps, over = int(0.9*LONG/expected.step_seconds), f"That is over {LONG//60} minutes"
+    if not steps: return [f"{over}, and so is a single step: take a smaller model, global_batch or max_length, or a GPU."]
+    changes = dict(steps=steps, epochs=0.0, out=f"{recipe.out.rstrip('/')}-short")
     for name in ("warmup_steps", "anchor_after"): # their share of the steps stays
-        if (value := getattr(recipe, name, 0)) > 0: changes[name] = value*steps//max(whole, steps)
-    return changes
+        if (value := getattr(recipe, name, 0)) > 0: changes[name] = value*steps//decided.steps
+    return [f"{over}; steps={steps} would take about {0.9*LONG/60:.0f} and see {steps/decided.steps:.0%} of the "
+            "examples. A smaller max_length or global_batch shortens it too.",
+            f"  {command_line(replace(recipe, **changes))}"]
 
 # %% ../../nbs/training/07_probe.ipynb #7a0be034
 def kept_forecast(expected: Forecast, seconds: float) -> dict: # seconds: that training took; for the manifest

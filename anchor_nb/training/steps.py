@@ -12,11 +12,10 @@ import torch
 from ..data.prompts import Formatter, with_shots
 from ..data.rows import Batches, examples, generator
 from ..models.packing import cut_by_tokens
-from ..models.pooling import pack_texts
 from ..models.backbone import is_checkpointed
 from ..core.distributed import all_reduce, world
 from ..core.recipe import Stage1, Stage2
-from ..losses.infonce import cached_step, contrastive_batch
+from ..losses.infonce import contrastive_batch, in_pieces
 from ..losses.contrastive import contrastive_objective
 from ..losses.negatives import Guide, format_examples, format_known
 from ..losses.objectives import make_objectives, prepare_all, run_objectives, to_device
@@ -78,21 +77,20 @@ class ContrastiveStep:
 
     def run(self, model, batch, backward, sync, device) -> dict: # facts to log, the same on every rank
         "Leave the gradient of the global batch's loss in the model."
-        lengths = [len(text.ids) for text in batch.texts]
-        cut, empty = same_pieces(lengths, self.budget, device)
-        self.largest = max(sum(lengths[n] for n in piece) for piece in cut)
-        if len(cut) > 1 and is_checkpointed(model) and not self.shrunk:
-            warnings.warn(f"activations are checkpointed, and a batch has more than micro_tokens={self.budget}, so "
-                          "checkpointing and GradCache both recompute it; gradient_checkpointing=never, or more "
-                          "micro_tokens, would save time")
-        pieces = [pack_texts([batch.texts[n] for n in piece]).to(device) for piece in cut]
-        order = [n for piece in cut[:len(cut) - empty] for n in piece] + [len(lengths) + k for k in range(empty)]
+        def cut(lengths):
+            pieces, empty = same_pieces(lengths, self.budget, device)
+            self.largest = max(sum(lengths[n] for n in piece) for piece in pieces) # known before memory can run out
+            if len(pieces) > 1 and is_checkpointed(model) and not self.shrunk:
+                warnings.warn(f"activations are checkpointed, and a batch has more than micro_tokens={self.budget}, so "
+                              "checkpointing and GradCache both recompute it; gradient_checkpointing=never, or more "
+                              "micro_tokens, would save time")
+            return pieces, empty
         if self.guide: batch = batch._replace(guide=self.guide.states(batch.guide))
         batch = to_device(batch, device)
-        objective = lambda embeddings: contrastive_objective(embeddings[:len(lengths)], batch, self.rules)
-        _, facts = cached_step(model, pieces, torch.tensor(order, device=device), objective, backward, sync)
+        objective = lambda embeddings: contrastive_objective(embeddings, batch, self.rules)
+        facts, tokens, _ = in_pieces(model, batch.texts, cut, objective, backward, sync, device)
         facts = dict(zip(facts, all_reduce(torch.stack([value.double() for value in facts.values()])).tolist()))
-        return dict(facts, tokens=sum(lengths), false_negatives=round(facts["false_negatives"]),
+        return dict(facts, tokens=tokens, false_negatives=round(facts["false_negatives"]),
                     candidates=round(facts["candidates"]))
 
 # %% ../../nbs/training/04_steps.ipynb #392638f7

@@ -31,11 +31,11 @@ from ..models.resolve import is_here
 from ..runs.checkpoints import (add_row, checkpoints, drop_checkpoints, keep_rows, locked, newest_checkpoint,
                                         number_of)
 from ..runs.fault_tolerance import BUDGET, STOP_SIGNALS, Stopping, check_finite, halving, kept_budget, listening
-from .callbacks import AsAsked, Carrying, Progress, Snapshots, Timely, curves
+from .callbacks import AsAsked, Carrying, Progress, Snapshots, Timely, curves, shown
 from .inputs import Inputs, Record, Resolved, check_inputs, check_same_run
 from .memory import Plan, Setup, Work, guide_bytes, plan_for
 from .precision import auto_precision
-from .probe import Forecast, forecast, kept_forecast, shorter_commands
+from .probe import Forecast, forecast, kept_forecast, shorter_command
 from .sharding import (check_same_weights, is_share, load_optimizer, shard, whole_optimizer,
                                          whole_state)
 from .steps import STEPS, Steps
@@ -298,7 +298,7 @@ def forecast_lines(recipe: Training) -> list: # of lines
     expected = foresee(inputs, module, steps, device, processes)
     # processes on a CPU share its cores
     if gpus: expected = replace(expected, step_seconds=expected.step_seconds/processes)
-    return [str(expected), *shorter_commands(recipe, asked, expected)]
+    return [str(expected), *shorter_command(recipe, asked, expected)]
 
 # %% ../../nbs/training/09_trainer.ipynb #1b59b9b9
 def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None,
@@ -311,7 +311,7 @@ def run_trainer(trainer: AnchorTrainer, checkpoint: Path | None,
         for folder in (out/".writing", *[folder for folder in checkpoints(out) if number_of(folder) > first]):
             shutil.rmtree(folder, ignore_errors=True) # half written; damaged
     trainer.accelerator.wait_for_everyone()
-    trainer.add_callback(bar := Progress(lambda: trainer, name))
+    trainer.add_callback(bar := Progress(name, lambda: shown(trainer)))
     trainer.add_callback(stopping := Stopping(trainer.is_world_process_zero()))
     begun = time.perf_counter()
     with closing(bar), listening(stopping), tensors_only(checkpoint) if checkpoint else nullcontext():
@@ -404,7 +404,7 @@ def train(recipe: Training) -> dict[str, Any]:
         trainer = AnchorTrainer(inputs, args, save, checkpoint)
         with halving(out, trainer.step):
             expected = foresee(inputs, trainer.model, trainer.train_dataset, args.device, world()[1])
-        if first: print(expected, *shorter_commands(inputs.asked, inputs.recipe, expected), sep="\n", flush=True)
+        if first: print(expected, *shorter_command(inputs.asked, inputs.recipe, expected), sep="\n", flush=True)
         size = disk_needed(trainer.model, inputs.recipe, len(checkpoints(out)))
         if first and (free := shutil.disk_usage(out).free) < size:
             warnings.warn(f"the checkpoints and the finished model will take {size/1e9:.1f} GB, and the disk of {out} "

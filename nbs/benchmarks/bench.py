@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.data.rows import Example
-from anchor_nb.losses.reconstruction import Reconstruction
+from anchor_nb.losses.objectives import Objectives, make_objectives
 from anchor_nb.models import adapters
 from anchor_nb.models.attention import on_gpu, wants_autocast, weight_dtype
 from anchor_nb.models.backbone import is_checkpointed, language_model
@@ -67,7 +67,7 @@ def stage1_module(way: str, recipe: Stage1) -> tuple:  # (module, step)
     else:
         plain = AutoModelForCausalLM.from_pretrained(resolved.model, dtype=weight_dtype(recipe.precision),
                                                      attn_implementation="sdpa")
-        module, step = Reconstruction(plain, recipe.alpha), PaddedStep
+        module, step = Objectives(plain, make_objectives(recipe, resolved.formatter)), PaddedStep
     module.to(device_type()).train()
     if wants_autocast(recipe.precision):
         for part in (module, module.lm, module.lm.base_model):

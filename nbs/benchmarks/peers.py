@@ -33,7 +33,8 @@ class PaddedStep(ReconstructionStep):
         write = lambda source, target: decode_padded(model.lm, [pair[source].ids for pair in pairs],
                                                      [pair[target].content + [eos] for pair in pairs])
         q2d, d2q = write(0, 1)/totals[0], write(1, 0)/totals[1]
-        with sync(True): backward(model.alpha*q2d + (1 - model.alpha)*d2q)
+        alpha = model.objectives["anchor"].alpha
+        with sync(True): backward(alpha*q2d + (1 - alpha)*d2q)
         return dict(loss_q2d=q2d.item(), loss_d2q=d2q.item(), target_tokens_q2d=totals[0], target_tokens_d2q=totals[1],
                     tokens=sum(map(sum, pass_lengths(pairs, eos, padded=True))))
 

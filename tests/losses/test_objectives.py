@@ -41,7 +41,7 @@ def lm(causal=False):
 
 
 def make(names, weights, batch):
-    makers = dict(anchor=lambda: Anchor(EOS, chunk=7), ebae=lambda: Bags("ebae", "mean"),
+    makers = dict(anchor=lambda: Anchor(EOS), ebae=lambda: Bags("ebae", "mean"),
                   ebar=lambda: Bags("ebar"), mntp=lambda: MaskedPrediction(MASK, VOCABULARY),
                   llara=lambda: Llara([10], [11, 12, 13, 14], [11, 15, 13, 14], positions=2),
                   simcse=lambda: SimCSE(batch))
@@ -258,3 +258,10 @@ def test_few_pairs_have_the_wide_interval_of_student_and_a_sentence_says_it():
     assert in_words(found)[0].startswith(f"{tells}: nothing measurable, 1.50 +- 2.04 nats a text;")
     surer = in_words(dict(q2d=found["q2d"]._replace(margin=0.5)))[0]
     assert surer.startswith(f"{tells}: 1.50 +- 0.50 nats of the 9 a text costs without it;")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 10, 64])
+def test_the_interval_is_wide_enough_for_few_pairs(count):
+    from scipy import stats
+    from anchor_nb.losses.carry import student
+    assert student(count) == pytest.approx(stats.t.ppf(0.975, count - 1), rel=0.01)

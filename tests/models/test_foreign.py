@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from anchor_nb.models import resolve as resolving
-from anchor_nb.models.backbone import check_attention, load_backbone
+from anchor_nb.models.backbone import add_lora, check_attention, load_backbone
 from anchor_nb.models.resolve import resolve_model
 from anchor_nb.models.embedder import AnchorEmbedder
 from anchor_nb.models.loading import training_formatter
@@ -575,3 +576,38 @@ def test_a_model_that_is_cached_in_part_is_told_from_a_plain_one(tmp_path, monke
     small = small_files("org/base")
     assert small == place/"snapshots/a1" and is_left_open("org/base", small) == open_
     assert not is_left_open(str(small), small) and not is_left_open("org/other", small_files("org/other"))
+
+
+def in_cache(cache, name, monkeypatch):
+    "A folder that the hub's client takes for its copy of a model."
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    place = cache/f"models--{name.replace('/', '--')}"
+    (place/"refs").mkdir(parents=True)
+    (place/"refs/main").write_text("a1")
+    (place/"snapshots/a1").mkdir(parents=True)
+    return place/"snapshots/a1"
+
+
+def test_a_model_in_several_files_is_here_once_all_of_them_are(tmp_path, monkeypatch):
+    from anchor_nb.models.resolve import is_here
+    folder = in_cache(tmp_path, "org/large", monkeypatch)
+    parts = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    write(folder, config={})
+    (folder/"model.safetensors.index.json").write_text(json.dumps(dict(weight_map=parts)))
+    (folder/parts["a"]).touch()
+    assert not is_here("org/large")
+    (folder/parts["b"]).touch()
+    assert is_here("org/large")
+
+
+def test_an_adapter_is_loaded_by_its_hub_id(tmp_path, monkeypatch):
+    from anchor_nb.models.resolve import start_of
+    folder = in_cache(tmp_path, "org/adapter", monkeypatch)
+    add_lora(load_backbone(TINY), rank=4).save_pretrained(folder)
+    weights = load_file(file := folder/"adapter_model.safetensors")
+    save_file({name: torch.ones_like(weight)/8 for name, weight in weights.items()}, file)
+    wanted = AnchorEmbedder.from_pretrained(folder).encode("a cat")
+    assert not np.allclose(wanted, AnchorEmbedder.from_pretrained(TINY).encode("a cat"), atol=1e-3)
+    np.testing.assert_allclose(AnchorEmbedder.from_pretrained("org/adapter").encode("a cat"), wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="org/adapter is an adapter of"): start_of("org/adapter")

@@ -99,3 +99,14 @@ def test_few_shot_needs_an_instruction_that_says_something(tmp_path):
     with pytest.raises(ValueError, match="few_shot needs queries with instructions"):
         check_inputs(RECIPES["stage2"](model="tiny", data=toy_pairs(), out=str(tmp_path/"run"), few_shot=1,
                                        instructions=str(tmp_path/"none.yaml")))
+
+
+def test_the_dataset_that_makes_a_batch_small_is_named(tmp_path):
+    from anchor_nb.data.writers import write_lines
+    (tmp_path/"data").mkdir()
+    for name, count in dict(few=2, many=40).items():
+        write_lines(tmp_path/"data"/f"{name}.jsonl", [dict(query=f"q{n}", positive=f"d{n}") for n in range(count)])
+    recipe = RECIPES["stage1"](model="tiny", data=str(tmp_path/"data"), out=str(tmp_path/"run"), preset="laptop",
+                               instructions="none", carry_pairs=0)
+    inputs = check_inputs(recipe)
+    assert inputs.recipe.global_batch == 2 and "few has no more; put its rows into another file" in inputs.why

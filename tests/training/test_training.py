@@ -386,3 +386,10 @@ def test_a_run_records_the_commit_of_its_base(tmp_path, monkeypatch):
     (tmp_path/"run"/"checkpoint-1"/"adapter_config.json").write_text("{}")
     with pytest.warns(UserWarning, match="trained on org/base@a{40}, and this run has org/base@b"):
         check_same_run(tmp_path/"run", record)
+
+
+def test_gpus_that_are_not_to_be_used_do_not_count(tmp_path, monkeypatch):
+    from anchor_nb.training.inputs import check_sizes
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    check_sizes(recipe(Stage1, tmp_path, global_batch=4, processes=0))
