@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np
-from ..data.rows import POSITIVE, QUERY, as_text, as_texts, is_pair, parse_row, permutation
+from ..data.rows import NEGATIVE, POSITIVE, QUERY, as_text, as_texts, is_pair, parse_row, permutation
 from ..data.tables import find_sources, table_rows
 from ..evaluation.encoders import Candidate, candidates, revision
 from ..core.files import keep_apart, write_text
@@ -57,8 +57,7 @@ def text_of(raw: dict, name: str, place: str) -> str:
 
 def negative_of(raw: dict, fields: list, texts: list, place: str) -> str: # empty where there is none
     "The first hard negative of a pair, from the fields that training reads; ValueError names file, line and field."
-    further = {name: value for name, value in raw.items() if name.startswith("neg") and name not in fields
-               and "scores" not in name}
+    further = {name: value for name, value in raw.items() if NEGATIVE.fullmatch(name) and name not in fields}
     try: negatives = parse_row(further | dict(query=texts[0], positive=raw[fields[1]]))["negatives"]
     except ValueError as error:
         raise ValueError(f"{place}, {error}") from None

@@ -6,7 +6,7 @@
 __all__ = ['compare']
 
 # %% ../../nbs/analysis/03_compare.ipynb #502dc061
-import copy, hashlib, json, time
+import copy, hashlib, json
 from functools import partial
 from pathlib import Path
 from typing import Iterable
@@ -18,14 +18,13 @@ from ..core.settings import identity
 from ..runs.identity import engine_of
 from ..data.packages import cache_dir
 from ..runs.ledger import read_json, write_json
-from ..runs.provenance import peak_gpu_memory, peak_memory
 from ..models.resolve import model_files
 from .hidden_states import Settings, block_rows, dealt, matched, open_readers
 from .representation_similarity import (Moments, block_interval, correlations, cosine,
                                                           dimension_correlations, hsic, interval_lists, neighbours,
                                                           observe, overlap, permuted, plain_list, probe, ratio,
                                                           residual, rotations, row_inverse_entropy, shifted,
-                                                          split_by_class, summary, turned)
+                                                          split_by_class, turned)
 
 # %% ../../nbs/analysis/03_compare.ipynb #823509b9
 def strangers(which: Tensor, # [rows] text of each row, or the group that the text is of
@@ -219,11 +218,12 @@ def unfit(pair: Comparison) -> dict: # metric -> why
     if p != q: return dict.fromkeys(("correlation", "last_layer", *TURNED), unequal)
     return {} if pair.fitted else dict.fromkeys(TURNED, few)
 
-def last_layer(pair: Comparison) -> dict: # `summary`, correlations, row_inverse_entropies
-    "The distribution over dimensions at the last layer."
+def last_layer(pair: Comparison) -> dict: # mean, correlations
+    "The distribution over dimensions at the last layer; ValueError where none varies."
     last = dimension_correlations(only(pair.total, pair.matched[-1:]))[0].cpu()
-    entropies = row_inverse_entropy(pair.fitted[0][-1]).tolist() if pair.fitted else []
-    return summary(last) | dict(correlations=plain_list(last), row_inverse_entropies=entropies)
+    if last.isnan().all():
+        raise ValueError("no dimension varies over these rows; give texts that differ")
+    return dict(mean=last.nanmean().item(), correlations=plain_list(last))
 
 # %% ../../nbs/analysis/03_compare.ipynb #7bab1591
 def evaluate(readers: dict, comparisons: dict, names: dict, alone: dict, sample: Sample,
@@ -261,9 +261,9 @@ def probed(count: int, seed: int) -> list: # of numbers
     return sorted(np.random.default_rng(seed).permutation(count)[:PROBED].tolist())
 
 def analyse(readers: dict, texts: list, labels: list | None, settings: Settings,
-            groups: list = ()) -> dict: # what `evaluate` gives, with probe and cost
+            groups: list = ()) -> dict: # what `evaluate` gives, with probe
     "Compare models that are loaded."
-    start, blocks = time.perf_counter(), dealt(len(texts), settings.blocks, settings.seed, groups)
+    blocks = dealt(len(texts), settings.blocks, settings.seed, groups)
     vectors = [torch.zeros(len(texts), reader.width) for reader in readers.values()] if labels else []
     source = (block_rows(list(readers.values()), texts, block, settings, vectors) for block in blocks)
     if settings.extract: source = [list(block) for block in source]
@@ -278,10 +278,7 @@ def analyse(readers: dict, texts: list, labels: list | None, settings: Settings,
     for null, why in dict(seeds="no twin; train the second model's recipe with another seed and name that run",
                           random="random_init is off").items():
         if null not in names: result["left_out"][null] = why
-    peak = peak_gpu_memory().get("peak_gpu_memory_bytes", 0) or peak_memory()
-    size = sum(part.nbytes for sums in (*comparisons.values(), *alone.values())
-               for moments in (sums.total, sums.block) for part in moments.parts())
-    return result | dict(cost=dict(seconds=time.perf_counter() - start, peak_bytes=peak, accumulator_bytes=size))
+    return result
 
 # %% ../../nbs/analysis/03_compare.ipynb #8d16902b
 FORMAT = 2 # raised when results get other content

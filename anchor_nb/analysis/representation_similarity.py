@@ -48,9 +48,7 @@ class Moments:
 def observe(moments: Moments,
             x: Tensor,  # [rows, layers, width] states of one model
             y: Tensor): # the same rows seen by the other
-    "Add rows to the sums; ValueError when the two differ in their number of rows."
-    if len(x) != len(y):
-        raise ValueError(f"{len(x)} rows of one model and {len(y)} of the other; both must have seen the same texts")
+    "Add rows to the sums."
     x, y = [states.to(torch.promote_types(states.dtype, torch.float32)) for states in (x, y)]
     # [rows, layers]
     norm_x, norm_y = [torch.stack([layer.double().square().sum(-1) for layer in states.unbind(1)], 1)
@@ -91,19 +89,6 @@ def dimension_correlations(moments: Moments) -> Tensor: # [pairs, width]
     first, second = moments.places
     return correlations(moments.rows, moments.x[first], moments.y[second], moments.xx[first], moments.yy[second],
                         moments.cross.diagonal(dim1=1, dim2=2).double())
-
-# %% ../../nbs/analysis/01_representation_similarity.ipynb #2991c726
-def summary(values: Tensor, # [width], NaN for a dimension that does not vary
-           ) -> dict:
-    "A distribution of correlations in a few numbers; ValueError where no dimension varies."
-    kept = values[~values.isnan()]
-    if not len(kept):
-        raise ValueError("no dimension varies over these rows; give texts that differ")
-    quantiles = {f"p{100*q:02.0f}": kept.quantile(q).item() for q in (0.05, 0.25, 0.75, 0.95)}
-    return dict(mean=kept.mean().item(), median=kept.quantile(0.5).item(),
-                std=kept.std().item() if len(kept) > 1 else 0.0, min=kept.min().item(), max=kept.max().item(),
-                **quantiles, positive=(kept >= 0).double().mean().item(), absolute=kept.abs().mean().item(),
-                dimensions=len(values), degenerate=len(values) - len(kept))
 
 # %% ../../nbs/analysis/01_representation_similarity.ipynb #3f00d8bf
 def hsic(moments: Moments,
@@ -271,8 +256,6 @@ def probe(a: np.ndarray,   # [texts, width] vectors of one model
     from sklearn.preprocessing import StandardScaler
     from anchor_nb.evaluation.significance import bootstrap
     labels = np.asarray(labels)
-    if not len(a) == len(b) == len(labels):
-        raise ValueError(f"{len(a)} and {len(b)} vectors and {len(labels)} labels; give one of each for every text")
     unit = lambda rows: rows/np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
     a, b = unit(np.asarray(a, np.float64)), unit(np.asarray(b, np.float64))
     train, test = split_by_class(labels, seed=seed, groups=groups)

@@ -67,15 +67,13 @@ def search(model: Model,
                                     "none: none") = "",
            index: option(str, "keep the index in this folder; the next time only new texts are encoded") = "",
            texts: option(str, "of shards: the corpus they were made from") = "",
-           field: option(str, "field with a row's text; default: text, after the title") = "",
-           id_field: option(str, "field with a row's id") = "",
            truncate_dim: option(int, "dimensions kept; 0: all") = 0,
            columns: Columns = "",
            bm25: Bm25 = None, as_json: AsJson = False):
     "Find the texts of a corpus nearest to a query."
     from anchor_nb.inference.search import search_corpus
     with answering(as_json) as answer:
-        results = search_corpus(model, corpus, queries, k, instruction, index, texts, field, id_field, truncate_dim,
+        results = search_corpus(model, corpus, queries, k, instruction, index, texts, truncate_dim,
                                 columns=read_columns(columns), bm25=bm25)
         line = lambda hit: f"  {hit['score']:.3f}  {hit['id']}  {' '.join(hit['text'].split())[:100]}"
         lines = [text for answers in results for text in (answers["query"], *map(line, answers["hits"]))]

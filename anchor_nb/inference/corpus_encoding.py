@@ -6,8 +6,8 @@
 __all__ = ['encode_corpus', 'Encoded']
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #b92134c1
-import hashlib, json, os, threading, time, warnings
-from contextlib import closing, contextmanager, nullcontext
+import hashlib, json, os, time, warnings
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -48,12 +48,11 @@ CORPUS = ("text", "title", "id") # what `columns` may name of a corpus
 @dataclass(frozen=True, kw_only=True)
 class Encoding(Recipe):
     "What to encode and how; ValueError names the field and the fix."
+    fixed = dict(field="", id_field="") # `columns` says it
     corpus: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of them, a BEIR folder, a folder saved by "
                               "datasets, or hf:org/name", how=True)
     model: str = setting("smollm2-135m", "run folder, model folder, adapter folder, hub id or short name", how=True)
     out: str = setting("", "folder of the shards", how=True)
-    field: str = setting("", "field with the text; empty: title and text, as in BEIR")
-    id_field: str = setting("", "field with the id; empty: _id or id, else the number of the row")
     columns: dict = setting({}, "columns that hold text, title and id, such as {text: inhalt, id: nr}", "ours")
     dtype: str = setting("float32", "of the stored vectors", choices=DTYPES)
     shard_rows: int = setting(16384, "rows of a shard: what is in memory, and what a kill can cost", "ours")
@@ -86,7 +85,7 @@ class Piece(NamedTuple):
     rows: int     # how many
     offset: int   # where they begin: a byte of a JSONL file, a row of a table
     line: int     # of a JSONL file, for messages
-    digest: str   # of its lines, or of the whole table
+    digest: str   # of the source
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #ff547e23
 def cut_of(model: str) -> dict: # for `passages_file`; empty: the usual passages
@@ -118,27 +117,19 @@ def corpus_sources(corpus: str, cut: dict = {}) -> list: # of sources, in alphab
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #506dcbfe
 def survey(source: str, rows: int, first: int = 0) -> tuple: # (hash of the content, list of `Piece`)
     "Cut a source into pieces of `rows` rows, reading it once."
-    from xxhash import xxh3_128
+    digest, starts, count, offset = content_hash(source), [], 0, 0 # before the rows: a change meanwhile is noticed
     if not is_lines(source):
-        digest = content_hash(source) # before the rows: a table that changes meanwhile is not read later
-        total = len(indexed(source))
-        return digest, [Piece(source, first + start, min(rows, total - start), start, 0, digest)
-                        for start in range(0, total, rows)]
-    digest, starts, hashes, count, offset = hashlib.sha256(), [], [], 0, 0
-    with open(source, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                if count % rows == 0:
-                    starts.append((offset, number))
-                    hashed = xxh3_128()
-                count += 1
-                hashed.update(line)
-                if count % rows == 0: hashes.append(hashed.hexdigest())
-            digest.update(line)
-            offset += len(line)
-    if count % rows: hashes.append(hashed.hexdigest())
-    return digest.hexdigest(), [Piece(source, first + k*rows, min(rows, count - k*rows), *start, hashes[k])
-                                for k, start in enumerate(starts)]
+        count = len(indexed(source))
+        starts = [(start, 0) for start in range(0, count, rows)]
+    else:
+        with open(source, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    if count % rows == 0: starts.append((offset, number))
+                    count += 1
+                offset += len(line)
+    return digest, [Piece(source, first + k*rows, min(rows, count - k*rows), *start, digest)
+                    for k, start in enumerate(starts)]
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #6a4bf073
 def survey_all(corpus: str, rows: int, cut: dict = {}) -> tuple: # (sources, hash of each, list of `Piece` of all)
@@ -151,56 +142,43 @@ def survey_all(corpus: str, rows: int, cut: dict = {}) -> tuple: # (sources, has
     return sources, hashes, pieces
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #a0110a28
-def entry(row: dict,          # as read
-          number: int,        # of the row, its id where it has none
-          field: str = "", id_field: str = ""): # see `Encoding`; -> (id, text)
+def entry(row: dict, number: int) -> tuple: # number: of the row, its id where it has none; -> (id, text)
     "Id and text of a row; ValueError names the field and the fix."
     if not isinstance(row, dict):
         raise ValueError(f"the row is {type(row).__name__}, not an object; write {{\"_id\": ..., \"text\": ...}}")
-    name = field or "text"
-    if not field and row.get("text", "") is None and row.get("title"): row = row | dict(text="") # an empty cell
-    if not isinstance(row.get(name), str):
-        fault = "missing" if name not in row else "empty" if row[name] is None else "not text"
+    if row.get("text", "") is None and row.get("title"): row = row | dict(text="") # an empty cell
+    if not isinstance(row.get("text"), str):
+        fault = "missing" if "text" not in row else "empty" if row["text"] is None else "not text"
         longest = max((key for key in row if isinstance(row[key], str)), key=lambda key: len(row[key]), default="...")
-        raise ValueError(f"field {name!r} is {fault}; the row has {sorted(row)}, "
+        raise ValueError(f"field 'text' is {fault}; the row has {sorted(row)}, "
                          f"name the one with the text, such as columns='{{text: {longest}}}'")
-    if id_field and row.get(id_field) is None:
-        raise ValueError(f"field {id_field!r} is missing; the row has {sorted(row)}, name the one with the id as "
-                         "id_field")
-    ids = [key for key in ((id_field,) if id_field else ("_id", "id")) if row.get(key) is not None]
+    ids = [key for key in ("_id", "id") if row.get(key) is not None]
     given = row[ids[0]] if ids else number
     if not isinstance(given, (str, int)) or isinstance(given, bool):
         raise ValueError(f"field {ids[0]!r} is {json.dumps(given, default=str)[:40]}, neither text nor a whole number; "
-                         "write it as text, or name another field as id_field")
+                         "write it as text, or name another column, such as columns='{id: nr}'")
     check_unicode(key := str(given), "id") # of texts the embedder mends this
-    title = "" if field else str(row.get("title") or "")
-    return key, f"{title} {row[name]}".strip()
+    return key, f"{row.get('title') or ''} {row['text']}".strip()
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #4691ea9c
 def read_piece(piece: Piece) -> Iterator: # of (location, row as read)
     "The rows of a piece; ValueError with file and line for what cannot be read, or is not what was surveyed."
-    from xxhash import xxh3_128
-    def check(digest):
-        if digest != piece.digest:
+    def check():
+        if content_hash(piece.source) != piece.digest:
             raise ValueError(f"{piece.source} has changed while it was read; run the command again, with another out "
                              "if a part is encoded already")
-    if not is_lines(piece.source):
-        check(content_hash(piece.source))
-        yield from slice_rows(piece.source, piece.offset, piece.rows)
-        check(content_hash(piece.source))
-        return
-    with open(piece.source, "rb") as file:
-        file.seek(piece.offset)
-        lines = ((number, line) for number, line in enumerate(file, piece.line) if line.strip())
-        lines = list(islice(lines, piece.rows))
-    hashed = xxh3_128()
-    for _, line in lines: hashed.update(line)
-    check(hashed.hexdigest())
-    for number, line in lines: yield f"{piece.source}, line {number}", read_json(line, piece.source, number)
+    check()
+    if not is_lines(piece.source): yield from slice_rows(piece.source, piece.offset, piece.rows)
+    else:
+        with open(piece.source, "rb") as file:
+            file.seek(piece.offset)
+            lines = ((number, line) for number, line in enumerate(file, piece.line) if line.strip())
+            for number, line in islice(lines, piece.rows):
+                yield f"{piece.source}, line {number}", read_json(line, piece.source, number)
+    check()
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #87d35e9d
-def located(pieces: list, field: str = "", id_field: str = "", columns: dict = {}, # see `Encoding`
-            whole: bool = True) -> Iterator: # whole: these are all pieces; of (location, id, text)
+def located(pieces: list, columns: dict = {}, whole: bool = True) -> Iterator: # whole: all pieces; of (place, id, text)
     "The entries of pieces; ValueError names file, line, field and fix."
     names, title = columns | (dict(_id="") if "id" in columns else {}), columns.get("title")
     required = [ours for ours, named in columns.items() if named and ours != "title"]
@@ -208,29 +186,29 @@ def located(pieces: list, field: str = "", id_field: str = "", columns: dict = {
     for piece in pieces:
         for number, (place, row) in enumerate(read_piece(piece), piece.first):
             unseen = unseen and not (isinstance(row, dict) and {*listed(title)} & row.keys())
-            try: yield place, *entry(renamed(row, names, required), number, field, id_field)
+            try: yield place, *entry(renamed(row, names, required), number)
             except ValueError as error:
                 raise ValueError(f"{place}, {error}") from None
     if unseen:
         raise ValueError(f"columns says title is {title!r}, which no row has; correct the name")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #dcccd1ea
-def entries(piece: Piece, field: str = "", id_field: str = "", columns: dict = {}) -> tuple: # (ids, texts)
+def entries(piece: Piece, columns: dict = {}) -> tuple: # (ids, texts)
     "The ids and texts of a shard."
-    return tuple(zip(*[(name, text) for _, name, text in located([piece], field, id_field, columns, False)]))
+    return tuple(zip(*[(name, text) for _, name, text in located([piece], columns, False)]))
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #3d87686f
-def check_ids(pieces: list, field: str = "", id_field: str = "", columns: dict = {}):
+def check_ids(pieces: list, columns: dict = {}):
     "ValueError names the first duplicate id and both locations; reads the corpus once."
-    hashes = np.fromiter((hash(name) for _, name, _ in located(pieces, field, id_field, columns)), np.int64)
+    hashes = np.fromiter((hash(name) for _, name, _ in located(pieces, columns)), np.int64)
     hashes.sort()
     alike, seen = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist()), {}
     if not alike: return
-    for place, name, _ in located(pieces, field, id_field, columns):
+    for place, name, _ in located(pieces, columns):
         if hash(name) not in alike: continue
         if name in seen:
             raise ValueError(f"{place}: the id {name!r} is already used at {seen[name]}; give every text a unique id, "
-                             "or name another field as id_field")
+                             "or name another column as columns='{id: ...}'")
         seen[name] = place
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #2fa696cc
@@ -269,7 +247,7 @@ def shard_file(out, number: int) -> Path:
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #d3b2f132
 def write_shard(file: Path, ids: list, vectors: np.ndarray, dtype: str, first: int,
-                stamp=None): # of the manifest; None: of an earlier version, which had none
+                stamp: str): # of the manifest
     "Write a shard, and then the record that makes it count."
     content = save({**quantize(vectors, dtype), **pack_ids(ids)})
     write_text(file, content)
@@ -278,7 +256,7 @@ def write_shard(file: Path, ids: list, vectors: np.ndarray, dtype: str, first: i
     write_text(file.with_suffix(".json"), json.dumps(record).encode() + b"\n")
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #6d859d5c
-def record_of(file: Path, stamp=None): # -> dict, or None where the shard has to be made
+def record_of(file: Path, stamp: str): # -> dict, or None where the shard has to be made
     "The record of a complete shard that was made under this manifest; warns of a damaged one."
     try: record = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
     except (OSError, ValueError): return None
@@ -287,7 +265,7 @@ def record_of(file: Path, stamp=None): # -> dict, or None where the shard has to
     if size == record["bytes"]: return record
     warnings.warn(f"{file} has {size} bytes and should have {record['bytes']}; it is encoded again", stacklevel=2)
 
-def finished(out, shards: int, stamp=None) -> dict: # number -> record
+def finished(out, shards: int, stamp: str) -> dict: # number -> record
     "The complete shards of a folder."
     records = {n: record_of(shard_file(out, n), stamp) for n in range(shards)}
     return {n: record for n, record in records.items() if record}
@@ -337,7 +315,6 @@ def vector_identity(model: list, use: dict, # from `loaded` or `planned`
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #fd73dc61
 def differences(stored: dict, current: dict) -> str: # identities; -> empty where they are the same
     "How two identities differ, in words."
-    if not stored: return "what it does not say, since an earlier version wrote it"
     changed = [name for name in stored | current if stored.get(name) != current.get(name)]
     large = dict(model="the content of the model", corpus="the content of the corpus")
     return ", ".join(large.get(name) or f"{name} ({stored.get(name)!r} there, {current.get(name)!r} here)"
@@ -347,7 +324,7 @@ def differences(stored: dict, current: dict) -> str: # identities; -> empty wher
 def encode_share(settings: dict, # the fields of `Encoding`
                  pieces: list,   # of `Piece`, one per shard
                  todo: list,     # numbers of the shards that all processes make together
-                 stamp=None,     # of the manifest
+                 stamp: str,     # of the manifest
                 ) -> dict:       # how many shards this process has made
     "Encode this process's part of the shards; ValueError when a vector is not finite."
     settings = Encoding(**settings)
@@ -360,7 +337,7 @@ def encode_share(settings: dict, # the fields of `Encoding`
                                               precision=settings.precision, micro_tokens=settings.micro_tokens,
                                               compile=settings.compile)
     pieces = {n: Piece(*pieces[n]) for n in mine}
-    read = lambda n: entries(pieces[n], settings.field, settings.id_field, settings.columns)
+    read = lambda n: entries(pieces[n], settings.columns)
     with closing(ahead(read, mine)) as shares, \
          progress(total=sum(piece.rows for piece in pieces.values()), unit="text", disable=rank > 0,
                   desc=f"encode, process {rank + 1} of {world}") as bar:
@@ -394,17 +371,17 @@ def manifest_of(out) -> dict:
     path = Path(out)/"manifest.json"
     try: manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError: manifest = None
-    if isinstance(manifest, dict) and {"corpus", "settings", "rows", "shards"} <= manifest.keys(): return manifest
+    if isinstance(manifest, dict) and {"corpus", "embedder", "settings", "rows", "shards", "stamp"} <= manifest.keys():
+        return manifest
     raise ValueError(f"{path} is not of an encoded corpus, but of something else; choose another folder")
 
 def decisive(manifest: dict) -> dict: # what the embedder's identity says already is left out of the settings
     "What decides the content of an encoding."
     repeated = ("instruction", "role", "pooling", "max_length")
-    settings = {name: value for name, value in manifest["settings"].items() if name not in repeated
-                and (name, value) != ("columns", {})} # which earlier versions did not have
-    return dict(corpus=manifest["corpus"]) | manifest.get("embedder", {}) | settings
+    settings = {name: value for name, value in manifest["settings"].items() if name not in repeated}
+    return dict(corpus=manifest["corpus"]) | manifest["embedder"] | settings
 
-def register(out: Path, manifest: dict): # -> its stamp; None: an earlier version wrote it
+def register(out: Path, manifest: dict) -> str: # its stamp
     "Write the manifest, or compare it with the existing one; ValueError names what differs."
     path = Path(out)/"manifest.json"
     if not path.exists():
@@ -416,7 +393,7 @@ def register(out: Path, manifest: dict): # -> its stamp; None: an earlier versio
     if changed := differences(decisive(stored), decisive(manifest)):
         raise ValueError(f"{out} holds another encoding, which differs in {changed}; choose another out, or delete "
                          "that folder to start over")
-    return stored.get("stamp")
+    return stored["stamp"]
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #01ad26a3
 def shared_run() -> tuple: # (is this the first process or node?, are there others?)
@@ -424,32 +401,6 @@ def shared_run() -> tuple: # (is this the first process or node?, are there othe
     if already_launched(): return os.environ["RANK"] == "0", True
     node = find_node()
     return node.rank == 0, node.count > 1
-
-PATIENCE = 600 # seconds, ours: without a sign of life of the first process, which may start later than the others
-
-@contextmanager
-def signs_of_life(out, pause: float = 10): # seconds
-    "Touch the lock of a folder again and again, while this process prepares what others wait for."
-    done = threading.Event()
-    def touch():
-        while not done.wait(pause): os.utime(Path(out)/".lock")
-    thread = threading.Thread(target=touch, daemon=True)
-    thread.start()
-    try: yield
-    finally:
-        done.set()
-        thread.join()
-
-def wait_for_manifest(out):
-    "Wait until the first process has written the manifest; ValueError when it shows no sign of life."
-    lock, seen, since = Path(out)/".lock", None, time.monotonic()
-    while not (Path(out)/"manifest.json").exists():
-        touched = lock.stat().st_mtime_ns if lock.exists() else None
-        if touched != seen: seen, since = touched, time.monotonic()
-        if time.monotonic() - since > PATIENCE:
-            raise ValueError(f"{out} has no manifest.json, and the first process, which writes it, has shown no sign "
-                             f"of life for {PATIENCE} seconds; see what it says, and run the command again")
-        time.sleep(0.2)
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #3daf2613
 def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
@@ -464,12 +415,10 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
     announce("reading texts from", corpus)
     corpus_sources(settings.corpus, cut_of(settings.model)) # before a folder is made
     with locked(Path(out)) if first else nullcontext():
-        with signs_of_life(out) if first and shared else nullcontext():
-            manifest, pieces = survey_corpus(settings)
-            if not first: wait_for_manifest(out)
-            elif not (Path(out)/"manifest.json").exists():
-                check_ids(pieces, settings.field, settings.id_field, settings.columns)
-            stamp = register(out, manifest)
+        manifest, pieces = survey_corpus(settings)
+        if not (Path(out)/"manifest.json").exists(): # others that are launched beside this one check and write the same
+            check_ids(pieces, settings.columns)
+        stamp = register(out, manifest)
         before = finished(out, len(pieces), stamp)
         todo = [n for n in range(len(pieces)) if shared or n not in before]
         if todo: launch(encode_share, asdict(settings), pieces, todo, stamp, processes=processes, run_dir=out)
@@ -485,14 +434,13 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
 class Encoded:
     "An encoded corpus; iterating gives (ids, vectors in fp32) of each shard. An error when it is none, or incomplete."
     def __init__(self, folder: str,      # what `encode_corpus` has written
-                 verify: bool = True,    # compare each shard with its hash when it is first read
                  unit: bool = False):    # normalise vectors to length 1, whatever checkpoint and stored type make them
-        self.folder, self.verify, self.unit, self.verified = Path(folder), verify, unit, set()
+        self.folder, self.unit, self.verified = Path(folder), unit, set()
         if not (path := self.folder/"manifest.json").is_file():
             raise FileNotFoundError(f"{path} is missing; {folder} is no encoded corpus")
         self.manifest = manifest_of(folder)
         self.dtype, shards = self.manifest["settings"]["dtype"], self.manifest["shards"]
-        self.records = finished(folder, shards, self.manifest.get("stamp"))
+        self.records = finished(folder, shards, self.manifest["stamp"])
         if missing := [n for n in range(shards) if n not in self.records]:
             raise ValueError(f"{folder} lacks {len(missing)} of {shards} shards, the first is "
                              f"{shard_file(folder, missing[0]).name}; run the command that encodes it again to resume")
@@ -502,7 +450,7 @@ class Encoded:
     def shard(self, number: int) -> tuple: # (ids, [rows, dimension] fp32)
         "Ids and vectors of a shard; ValueError when its content is not what was written."
         file, record = shard_file(self.folder, number), self.records[number]
-        if self.verify and number not in self.verified:
+        if number not in self.verified:
             if file_hash(file) != record["sha256"]:
                 raise ValueError(f"{file} is damaged: its hash differs from the recorded one; delete it and "
                                  "run the command that encodes it again")

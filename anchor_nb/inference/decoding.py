@@ -9,21 +9,19 @@ __all__ = ['PAIRINGS', 'can_write', 'rules_of', 'anchors_of', 'write', 'decode_f
 # %% ../../nbs/inference/05_decoding.ipynb #10100c0a
 import copy, os
 from collections import Counter
-from dataclasses import fields
 from threading import Lock
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from ..data.prompts import stored_facts
-from ..models.packing import cut_by_tokens, flat, pack
+from ..models.packing import cut_by_tokens
 from ..models.backbone import run_packed, trunk_of
 from ..models.pooling import pack_texts
 from ..models.inputs import as_texts, unboxed
 from ..models.embedder import AnchorEmbedder
-from ..models.loading import small_files
-from ..models.resolve import find_model
-from ..losses.reconstruction import DecodeRules, decoded, vectors
+from ..models.loading import DECODING, kept_recipe
+from ..losses.objectives import to_device
+from ..losses.reconstruction import DecodeRules, count_targets, pack_pairs, vectors
 
 # %% ../../nbs/inference/05_decoding.ipynb #db959b5f
 def can_write(embedder: AnchorEmbedder) -> bool:
@@ -34,13 +32,9 @@ def can_write(embedder: AnchorEmbedder) -> bool:
 def rules_of(model,         # an `AnchorEmbedder`, or a run folder, model folder, hub id or short name
             ) -> DecodeRules:
     "How the decoding pass of a checkpoint was laid out in training; the default where nothing is recorded."
-    if isinstance(model, AnchorEmbedder): return rules_of(model.sources[0]) if model.sources else DecodeRules()
-    try: facts = stored_facts(small_files(find_model(model)))
-    except FileNotFoundError: return DecodeRules()
-    recipe = facts.get("recipe", {})
-    if "decode_from" in recipe:
-        return DecodeRules(**{f.name: recipe[f.name] for f in fields(DecodeRules) if f.name in recipe})
-    return rules_of(facts["base"]) if facts.get("base") else DecodeRules()
+    if isinstance(model, AnchorEmbedder): model = next(iter(model.sources), "")
+    recipe = kept_recipe(model) if model else {}
+    return DecodeRules(**{name: recipe[name] for name in DECODING if name in recipe})
 
 # %% ../../nbs/inference/05_decoding.ipynb #494412f5
 @torch.inference_mode()
@@ -165,32 +159,19 @@ def target_losses(embedder: AnchorEmbedder,
                  ) -> list:               # of [targets] losses in nats, one tensor on the CPU for each text
     "The loss of each target token of texts after anchors: stage I's decoding pass."
     check_writer(embedder)
-    rules, eos, device, means = rules or rules_of(embedder), eos_of(embedder), embedder.device, [None]*len(texts)
-    before = int(rules.anchor_sink)
-    laid_out = [decoded(text, rules, eos) for text in texts]
-    for piece in cut_by_tokens([len(text.ids) for text in laid_out], embedder.micro_tokens):
-        part = [laid_out[n] for n in piece]
-        sizes = [before + len(text.ids) for text in part]
-        packed = pack([[eos]*(1 + before) + text.ids[:-1] for text in part]).to(device)
-        embeddings = embedder.lm.get_input_embeddings()(packed.ids)
-        if anchors is not None:
-            places = packed.starts[:-1].long() + before
-            embeddings = embeddings.index_copy(0, places, anchors[list(piece)].to(embeddings))
-        visible = flat([[True]*(1 + before) + text.visible[:-1] for text in part], sum(sizes), bool).to(device)
-        states = run_packed(trunk_of(embedder.lm), packed, embeddings, visible if rules.hide_template else None,
-                            causal=True)
-        targets = flat([[eos]*before + text.ids for text in part], sum(sizes)).to(device)
-        losses = row_losses(embedder.lm, states, targets)
-        losses = [values[before:][text.targets] for text, values in zip(part, losses.cpu().split(sizes))]
-        for n, values in zip(piece, losses): means[n] = values
-    return means
-
-# %% ../../nbs/inference/05_decoding.ipynb #c9bccb78
-def row_losses(lm, states: Tensor, targets: Tensor, chunk: int = 1024) -> Tensor: # [rows] nats
-    "Cross-entropy of states against targets; logits of `chunk` rows exist at a time."
-    head = lm.get_output_embeddings()
-    return torch.cat([F.cross_entropy(head(part).float(), wanted, reduction="none")
-                      for part, wanted in zip(states.split(chunk), targets.split(chunk))])
+    rules, eos, losses = rules or rules_of(embedder), eos_of(embedder), [None]*len(texts)
+    lm, head = embedder.lm, embedder.lm.get_output_embeddings()
+    for piece in cut_by_tokens([len(text.ids) for text in texts], embedder.micro_tokens):
+        pairs = [(texts[n], texts[n]) for n in piece] # of which only the second is decoded
+        batch = to_device(pack_pairs(pairs, rules, eos, ("q2d",)), embedder.device)
+        embeddings = lm.get_input_embeddings()(batch.decode.ids)
+        if anchors is not None: embeddings = embeddings.index_copy(0, batch.places, anchors[list(piece)].to(embeddings))
+        states = run_packed(trunk_of(lm), batch.decode, embeddings, batch.visible, causal=True)[batch.rows]
+        values = torch.cat([F.cross_entropy(head(part).float(), wanted, reduction="none") # logits of 1024 rows at a time
+                            for part, wanted in zip(states.split(1024), batch.targets.split(1024))])
+        counts = [count_targets([pair], rules, eos, ("q2d",))[0] for pair in pairs]
+        for n, part in zip(piece, values.cpu().split(counts)): losses[n] = part
+    return losses
 
 # %% ../../nbs/inference/05_decoding.ipynb #a78f7976
 def token_overlap(written: list, # token ids

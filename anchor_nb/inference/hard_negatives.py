@@ -13,14 +13,14 @@ from typing import Iterable, Iterator, NamedTuple
 import numpy as np
 import torch
 from .. import __version__
-from ..core.files import draft_of, keep_apart, new_folder, write_text
+from ..core.files import keep_apart, new_folder, write_text
 from ..core.progress import announce
 from ..core.recipe import Mine
 from ..core.settings import identity
 from ..data.deduplication import database, feed, once, plain
 from ..data.rows import check_unicode, generator, load_pairs
 from ..data.tables import content_hash, file_hash, find_sources
-from ..data.writers import MARK, check_target, ending, fits_columns, write_pairs
+from ..data.writers import MARK, check_target, ending, fits_columns, write_lines, write_pairs
 from ..data.corpora import training_instructions
 from ..runs.identity import content_at, engine_of
 from ..runs.launch import usable_gpus
@@ -182,16 +182,20 @@ class Pool:
             file.seek(self.starts[number])
             return json.loads(file.readline())["text"]
 
+    def __iter__(self) -> Iterator:
+        with open(self.path, "rb") as file:
+            for line in file: yield json.loads(line)["text"]
+
 # %% ../../nbs/inference/03_hard_negatives.ipynb #e175ee8d
 OWN, KEPT, CORPUS_TEXT = range(3) # what a text is to its row; the corpus has no row
 
 def texts_of(table: Iterable, # rows in the common form
-             recipe: Mine) -> Iterator: # of (row, kind, query, text)
+             recipe: Mine,
+             pieces: list) -> Iterator: # pieces: of the corpus; -> of (row, kind, query, text)
     "All texts that may be candidates or must not be, in order."
     for number, row in enumerate(table):
         for text in row["positives"]: yield number, OWN, row["query"], text
         for text in row["negatives"] if recipe.keep_existing else (): yield number, KEPT, row["query"], text
-    pieces = survey_all(recipe.corpus, 16384)[2] if recipe.corpus else ()
     for place, _, text in located(pieces, columns=divided(recipe.columns)[1]):
         try: check_unicode(text, "text")
         except ValueError as error:
@@ -205,12 +209,12 @@ def find_answers(db, tables: dict):
     with feed(db, "source", rows, dict(query="binary", key="binary")):
         once(db, "everyone", "SELECT DISTINCT * FROM source")
 
-def find_known(db, table: Iterable, recipe: Mine):
+def find_known(db, table: Iterable, recipe: Mine, pieces: list):
     """Tables: `pool`, the first place of each distinct text; `own`, the documents of each row; `answers`, those of each
     query in the pool; `turns`, a number for each query that has several."""
     for name in ("given", "pool", "own", "answers", "turns"): db.execute(f"DROP TABLE IF EXISTS {name}")
     rows = ((place, row, kind, key_of(query), key_of(text))
-            for place, (row, kind, query, text) in enumerate(texts_of(table, recipe)))
+            for place, (row, kind, query, text) in enumerate(texts_of(table, recipe, pieces)))
     with feed(db, "source", rows, dict(place="int64", row="int64", kind="int8", query="binary", key="binary")):
         once(db, "given", "FROM source")
     once(db, "pool", """SELECT key, min(place) AS first, row_number() OVER (ORDER BY min(place)) - 1 AS number
@@ -265,11 +269,12 @@ class Known:
 # %% ../../nbs/inference/03_hard_negatives.ipynb #726dbdab
 def pool_texts(db, table: Iterable, pool: Pool, recipe: Mine) -> Known: # db: after `find_answers`
     "Put a dataset's documents and the corpus into the pool."
-    find_known(db, table, recipe)
+    pieces = survey_all(recipe.corpus, 16384)[2] if recipe.corpus else [] # once: what changes meanwhile is refused
+    find_known(db, table, recipe, pieces)
     firsts = db.sql("SELECT first FROM pool ORDER BY number").to_arrow_reader(2**16)
     wanted = (place for batch in firsts for place in batch.column(0).to_pylist())
     def distinct(place=next(wanted, None)):
-        for n, (*_, text) in enumerate(texts_of(table, recipe)):
+        for n, (*_, text) in enumerate(texts_of(table, recipe, pieces)):
             if n == place:
                 yield text
                 place = next(wanted, None)
@@ -282,7 +287,7 @@ def vectors_of(texts: Path, # a file of texts
                embedder: tuple, # from `planned`, which takes a while
                instruction: str = "", role: str = "document"): # -> `Encoded`, vectors of length 1
     "The vectors of a file, from the store where it has them."
-    settings = dict(field="text", id_field="", dtype=recipe.dtype, instruction=instruction, role=role,
+    settings = dict(dtype=recipe.dtype, instruction=instruction, role=role,
                     pooling=recipe.pooling, max_length=recipe.max_length)
     precision = Encoding(out="-").precision # of this machine
     decides = [file_hash(texts), vector_identity(*embedder, instruction, role), recipe.dtype, precision]
@@ -319,22 +324,14 @@ def shared_instruction(name: str, table: Iterable, recipe: Mine, layout) -> str:
     return next(iter(seen), "")
 
 # %% ../../nbs/inference/03_hard_negatives.ipynb #6ea10730
-def write_queries(path: Path, table, rows: np.ndarray, batch: int = 4096):
-    "A file of the queries of some rows."
-    draft = draft_of(path)
-    with open(draft, "wb") as file:
-        for start in range(0, len(rows), batch):
-            part = table.select(rows[start:start + batch])
-            file.writelines(json.dumps(dict(text=query)).encode() + b"\n" for query in part["query"])
-    draft.replace(path)
-
 def queries_of(name: str, table, pool: Pool, recipe: Mine, layout) -> Iterator: # of (instruction, rows, file)
     "The queries of a dataset in files, one for each instruction."
     instruct, turns, turn_of = instruction_of(name, recipe, layout), {}, np.empty(len(table), np.int32)
     for number, row in enumerate(table): turn_of[number] = turns.setdefault(instruct(row, number), len(turns))
     for instruction, turn in turns.items():
         file, rows = pool.path.with_name(f"{name}-queries-{turn}.jsonl"), np.flatnonzero(turn_of == turn)
-        write_queries(file, table, rows)
+        parts = (table.select(rows[start:start + 4096])["query"] for start in range(0, len(rows), 4096))
+        write_lines(file, (dict(text=query) for part in parts for query in part))
         yield instruction, rows, file
 
 def near_by_model(name: str, table, pool: Pool, known: Known, recipe: Mine,
@@ -358,7 +355,7 @@ def near_by_model(name: str, table, pool: Pool, known: Known, recipe: Mine,
 def near_by_words(name: str, table, pool: Pool, known: Known, recipe: Mine, facts: dict, done,
                   batch: int = 4096) -> Iterator: # of (rows, `Near`)
     "Search by BM25, `batch` queries at a time; its index is in memory."
-    words = Words([pool[n] for n in range(len(pool))])
+    words = Words(list(pool))
     for start in range(0, len(table), batch):
         part = np.arange(start, min(start + batch, len(table)))
         if done(part): continue

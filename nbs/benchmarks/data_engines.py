@@ -356,8 +356,8 @@ def table(address: str, work: Path, threads: int, light: bool) -> dict:
 
 def reading(work: Path, light: bool) -> dict:
     "Model, tokens of a text, and which text: the long one by `tiny`, or the short one by a model of 16 dimensions."
-    if not light: return dict(model="tiny", max_length=64, field="positive")
-    if (work/"light").is_dir(): return dict(model=str(work/"light"), max_length=16, field="query")
+    if not light: return dict(model="tiny", max_length=64, columns=dict(text="positive"))
+    if (work/"light").is_dir(): return dict(model=str(work/"light"), max_length=16, columns=dict(text="query"))
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from anchor_nb.models.resolve import resolve_model
@@ -366,7 +366,7 @@ def reading(work: Path, light: bool) -> dict:
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                          num_attention_heads=1, num_key_value_heads=1)
     for part in (tokenizer, LlamaForCausalLM(config)): part.save_pretrained(work/"light")
-    return dict(model=str(work/"light"), max_length=16, field="query")
+    return dict(model=str(work/"light"), max_length=16, columns=dict(text="query"))
 
 
 def mine_words(address: str, work: Path, threads: int, light: bool, **settings) -> dict:

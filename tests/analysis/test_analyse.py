@@ -117,11 +117,13 @@ def test_rows_that_cannot_be_drawn_are_named_with_file_line_and_fix(tmp_path, li
 
 def test_negatives_are_those_that_training_reads(tmp_path):
     rows = [dict(query="q", positive="p", negative_10="ten", negative_2="two", negative_scores=[1, 2, 3], label=1),
-            dict(query="r", positive="s", negatives=[["", "first"], "second"])]
+            dict(query="r", positive="s", negatives=[["", "first"], "second"]),
+            dict(query="r", positive="s", hard_negatives=["first"], negatives_source="mined")]
     for row in rows:
         (tmp_path/"texts.jsonl").write_text(json.dumps(row))
         found = analysis.draw(asked(tmp_path/"out", data=str(tmp_path/"texts.jsonl")))
-        fields = {name: value for name, value in row.items() if name not in ("label", "negative_scores")}
+        others = ("label", "negative_scores", "negatives_source")
+        fields = {name: value for name, value in row.items() if name not in others}
         assert found.negatives == parse_row(fields)["negatives"][:1]
 
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 import tracemalloc
 
@@ -124,14 +123,14 @@ def rank(number, world=3):
 
 
 def test_processes_that_others_have_started_need_only_the_folder(tmp_path, fake, monkeypatch):
-    "As torchrun or a scheduler does; in whatever order they come, once the first has written the manifest."
+    "As torchrun or a scheduler does; in whatever order they come."
     settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 350), model="tiny", shard_rows=50)
     encode_corpus(out=str(tmp_path/"one"), **settings)
     found = []
-    for number in (0, 2, 1):
+    for number in (2, 0, 1):
         for name, value in rank(number).items(): monkeypatch.setenv(name, value)
         found.append(encode_corpus(out=str(tmp_path/"three"), **settings))
-    assert [(part["made_shards"], part["complete"]) for part in found] == [(3, False), (2, False), (2, True)]
+    assert [(part["made_shards"], part["complete"]) for part in found] == [(2, False), (3, False), (2, True)]
     assert content(tmp_path/"three") == content(tmp_path/"one")
 
 
@@ -143,19 +142,6 @@ def test_others_may_come_before_the_first(tmp_path):
     assert [len(ids) for ids, _ in Encoded(tmp_path/"out")] == [20]*5
 
 
-def test_others_wait_only_while_the_first_process_lives(tmp_path, fake, monkeypatch):
-    "Or where it has refused the corpus; they begin nothing without its manifest."
-    corpus, out = write_corpus(tmp_path/"corpus.jsonl", 20), tmp_path/"out"
-    monkeypatch.setattr(encoding, "PATIENCE", 0.5)
-    for name, value in rank(1).items(): monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="the first process, which writes it, has shown no sign of life for 0.5 sec"):
-        encode_corpus(corpus, "tiny", str(out))
-    assert not out.exists()
-    with encoding.locked(out), encoding.signs_of_life(out, 0.1):
-        threading.Timer(1.5, (out/"manifest.json").write_text, ["{}"]).start()
-        encoding.wait_for_manifest(out)
-
-
 def test_shards_without_their_manifest_are_made_again(tmp_path, fake):
     "A run that was aborted, or another version, may have left them there, of any corpus and model."
     for name in ("one", "other"):
@@ -165,19 +151,6 @@ def test_shards_without_their_manifest_are_made_again(tmp_path, fake):
     (tmp_path/"one"/"manifest.json").unlink()
     result = encode_corpus(str(tmp_path/"other.jsonl"), "tiny", str(tmp_path/"one"), shard_rows=10)
     assert result["made_shards"] == 10 and content(tmp_path/"one") == content(tmp_path/"other")
-
-
-def test_an_encoding_of_an_earlier_version_goes_on(tmp_path, fake):
-    "Neither its manifest nor its records have a stamp."
-    settings = dict(corpus=write_corpus(tmp_path/"corpus.jsonl", 50), model="tiny", out=str(tmp_path/"out"),
-                    shard_rows=10)
-    encode_corpus(**settings)
-    for file in (tmp_path/"out").glob("*.json"):
-        facts = json.loads(file.read_text())
-        del facts["stamp"]
-        file.write_text(json.dumps(facts))
-    shard_file(tmp_path/"out", 1).with_suffix(".json").unlink()
-    assert encode_corpus(**settings)["made_shards"] == 1 and len(list(Encoded(tmp_path/"out"))) == 5
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
@@ -296,7 +269,7 @@ def test_an_id_that_comes_twice_is_found_before_a_model_is_loaded(tmp_path):
     (tmp_path/"corpus/b.jsonl").write_text('{"_id": "b", "text": "x"}\n\n{"_id": "2", "text": "y"}\n')
     settings = dict(corpus=str(tmp_path/"corpus"), model="tiny", out=str(tmp_path/"out"), shard_rows=2)
     with pytest.raises(ValueError, match=r"a.jsonl, line 2: the id '1' is already used at .*a.jsonl, line 1; give "
-                                         r"every text a unique id, or name another field"):
+                                         r"every text a unique id, or name another column"):
         encode_corpus(**settings)
     (tmp_path/"corpus/a.jsonl").write_text('{"_id": 1, "text": "x"}\n{"_id": "2", "text": "y"}\n')
     with pytest.raises(ValueError, match=r"b.jsonl, line 3: the id '2' is already used at .*a.jsonl, line 2"):

@@ -178,6 +178,20 @@ def test_a_corpus_adds_candidates_and_existing_negatives_stay(tmp_path):
     assert second["neg"] == [] and report["documents"] == 5 and report["without"] == 1
 
 
+def test_a_corpus_edited_between_its_two_readings_is_refused(tmp_path, monkeypatch):
+    "Or the numbers of its texts would be those of others, and a positive become a negative."
+    data = write(tmp_path/"pairs.jsonl", *[dict(query=f"which bird swims {n}", positive=f"penguin {n} is a bird")
+                                           for n in range(3)])
+    documents = [dict(_id=str(n), text=f"a bird number {n}") for n in range(3)]
+    corpus, usual = write(tmp_path/"corpus.jsonl", *documents), mining.find_known
+    def edited(*given):
+        usual(*given)
+        write(tmp_path/"corpus.jsonl", dict(_id="new", text="penguin 0 is a bird"), *documents)
+    monkeypatch.setattr(mining, "find_known", edited)
+    with pytest.raises(ValueError, match="corpus.jsonl has changed while it was read"):
+        mine(rules(data=data, corpus=corpus, out=str(tmp_path/"out"), model="bm25", percentage=0, instructions="none"))
+
+
 def test_a_negative_that_answers_the_query_elsewhere_does_not_stay(tmp_path):
     answer = "It is Paris, the capital of France."
     data = write(tmp_path/"pairs.jsonl",

@@ -21,7 +21,7 @@ from anchor_nb.models.interface import Options
 from anchor_nb.models.interface import TextEncoder
 from anchor_nb.release.export import load_for_export
 from anchor_nb.models.inputs import as_texts, in_precision
-from anchor_nb.inference.search import Hit, Index, open_index, search, search_corpus
+from anchor_nb.inference.search import Hit, Index, best_of, open_index, search_corpus
 
 TEXTS = ["a cat sleeps", "the river floods in spring " * 9, "", "x", "a cat sleeps"]
 PROMPTS = {"query": "question: ", "sts": "compare these:\n", "document": ""}
@@ -145,18 +145,16 @@ def test_what_is_plainly_meant_is_taken(embedder):
          embedder.encode(TEXTS, truncate_dim=8))
     index = Index(embedder, TEXTS, truncate_dim=np.int64(8))
     assert index.search(np.array("x"), np.int64(2), None) == index.search("x", 2)
-    assert search(index.vectors, index.vectors, np.int64(1)).scores.shape == (5, 1)
     assert AnchorEmbedder.from_pretrained(Path("tiny"), max_length=np.int64(64)).max_seq_length == 64
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda e: e.encode(np.array(5)), "texts is int; give a string"), (lambda e: search([[1.0, np.nan]], [[1.0, 0.0]]),
+    (lambda e: e.encode(np.array(5)), "texts is int; give a string"), (lambda e: best_of([[1.0, np.nan]], [[1.0, 0.0]], 1),
                                                                        "query 0 of queries has a number that is not "
                                                                        "finite"),
-    (lambda e: search([[1.0, 0.0]], [[1.0, np.nan]]), "vector 0 of the corpus has a number that is not finite"),
-    (lambda e: search([[1.0]], [[1.0]], k="2"), "k='2' is str; give a whole number"),
-    (lambda e: search(None, [[1.0]]), "queries cannot be read as vectors"),
-    (lambda e: search([[1.0]], [[1.0], [1.0, 2.0]]), "corpus cannot be read as vectors .* of one length"),
+    (lambda e: Index(e, ["a"]).search("a", k="2"), "k='2' is str; give a whole number"),
+    (lambda e: Index(e, ["a"], np.ones((1, 64), np.int8)), "vectors are int8; search takes floating point"),
+    (lambda e: Index(e, ["a"], np.ones((1, 9))).search("a"), "queries have 64 numbers and the corpus 9; encode both"),
     (lambda e: Index(e, {1: "a", "1": "b"}), "documents has the id '1' twice, since ids are stored as strings; give "
                                              "ids "
                                              "that differ"), (lambda e: Index(e, ["a"]*64, np.ones(64)),
@@ -273,7 +271,7 @@ def test_both_libraries_find_the_same(rows, asked, k, seed, ties):
     scores = queries @ corpus.T
     best = -np.sort(-scores, 1)[:, :k]
     for there in (True, False):
-        with mock.patch.object(searching, "find_spec", lambda name: there): found = search(queries, corpus, k)
+        with mock.patch.object(searching, "find_spec", lambda name: there): found = best_of(queries, corpus, k)
         same(found.scores, best)
         same(np.take_along_axis(scores, found.numbers, 1), best) # of ties, any
         assert all(len(set(row)) == min(k, rows) for row in found.numbers)
@@ -287,14 +285,14 @@ def test_without_faiss(monkeypatch):
     "torch takes over by itself."
     monkeypatch.setitem(sys.modules, "faiss", None)
     monkeypatch.setattr(searching, "find_spec", lambda name: None)
-    assert search(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32), 1).numbers.tolist() == [[0], [1], [2]]
+    assert best_of(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32), 1).numbers.tolist() == [[0], [1], [2]]
 
 
 def test_vectors_in_any_form():
     rows = np.eye(4)
     for form in (rows, rows.astype(np.float16), torch.eye(4), torch.eye(4, dtype=torch.bfloat16), rows.T,
                  rows[::-1][::-1], list(rows), list(torch.eye(4))):
-        assert search(form, form, 1).numbers.T.tolist() == [[0, 1, 2, 3]]
+        assert best_of(form, form, 1).numbers.T.tolist() == [[0, 1, 2, 3]]
 
 
 def test_import_is_not_heavier_for_it():
@@ -328,7 +326,7 @@ def test_parquet_and_beir_and_other_fields(embedder, tmp_path):
     import datasets
     rows = [dict(key=7, body="a cat sleeps"), dict(key=9, body="rivers")]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path/"c.parquet")
-    found = open_index(embedder, str(tmp_path/"c.parquet"), str(tmp_path/"kept"), field="body", id_field="key")
+    found = open_index(embedder, str(tmp_path/"c.parquet"), str(tmp_path/"kept"), columns=dict(text="body", id="key"))
     assert Index.load(embedder, tmp_path/"kept").ids == found.ids == ["7", "9"]
     (tmp_path/"beir").mkdir()
     for name, text in (("corpus", '{"_id": "7", "title": "", "text": "a cat sleeps"}\n{"_id": "9", "text": '
@@ -440,7 +438,8 @@ def test_a_planted_pickle_is_not_read(embedder, tmp_path):
     Index(embedder, TEXTS).save(tmp_path/"index")
     np.save(tmp_path/"index/vectors.npy", np.array([dict(a=1)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match="is damaged"): Index.load(embedder, tmp_path/"index")
-    with pytest.raises(ValueError, match="(?i)object|pickle"): Index.load(embedder, tmp_path/"index", verify=False)
+    searching.seal(tmp_path/"index") # by somebody who takes more trouble
+    with pytest.raises(ValueError, match="(?i)object|pickle"): Index.load(embedder, tmp_path/"index")
 
 
 def test_hits_are_cosines_for_checkpoints_that_do_not_normalise(embedder):
@@ -519,6 +518,12 @@ def test_an_instruction_does_not_run_into_the_query_of_a_model_that_takes_none(t
     find = lambda **how: search_corpus(str(tmp_path/"glues"), str(tmp_path/"docs.jsonl"), ["a cat"], **how)
     with pytest.warns(UserWarning, match="takes no instructions"): found = find(instruction="Find the animals")
     assert found == find()
+
+
+def test_an_instruction_called_none_leaves_out_the_query_prompt_too(embedder):
+    index = Index(embedder, TEXTS)
+    bare = Index(AnchorEmbedder(embedder.lm, embedder.formatter), TEXTS)
+    assert index.search("a cat", instruction="none") == bare.search("a cat") != index.search("a cat")
 
 
 def test_a_copy_on_a_device_keeps_budget_and_origin(embedder):

@@ -82,8 +82,7 @@ def test_the_same_embedder_finds_all(stores):
     (dict(pooling="echo_mean"), r"echo \('' there, 'rewrite' here\)"), (dict(precision="bf16"), r"precision \('fp32' "
                                                                                                 r"there"),
     (dict(dtype="int8"), "dtype"), (dict(shard_rows=2), "shard_rows"),
-    (dict(field="body"), "field"), (dict(id_field="text"), "id_field"), (dict(model="minilm"), "the content of the "
-                                                                                               "model")])
+    (dict(columns=dict(text="body")), "columns"), (dict(model="minilm"), "the content of the model")])
 def test_an_encoding_goes_on_as_it_began(stores, said, message):
     folder, _ = stores
     with pytest.raises(ValueError, match=f"holds another encoding, which differs in .*{message}"):
@@ -97,21 +96,7 @@ def test_shards_with_an_instruction_are_no_documents(stores, tmp_path):
         Index.from_shards(embedder, tmp_path/"asked")
 
 
-def test_what_an_older_version_wrote_is_not_trusted(stores, tmp_path):
-    folder, embedder = stores
-    for path in (folder/"shards").iterdir():
-        if path.is_file(): (tmp_path/path.name).write_bytes(path.read_bytes())
-    manifest = json.loads((tmp_path/"manifest.json").read_text())
-    del manifest["embedder"]
-    (tmp_path/"manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="what it does not say, since an earlier version wrote it; load that one, or "
-                                         "encode the documents again"):
-        Index.from_shards(embedder, tmp_path)
-    with pytest.raises(ValueError, match="holds another encoding"):
-        encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(tmp_path))
-
-
-@pytest.mark.parametrize("how, other", [(dict(field="body"), True), (dict(id_field="text"), False)])
+@pytest.mark.parametrize("how, other", [(dict(columns=dict(text="body")), True), (dict(columns=dict(id="body")), False)])
 def test_a_kept_index_is_of_these_documents(stores, tmp_path, how, other):
     folder, embedder = stores
     corpus, keep = str(folder/"corpus.jsonl"), str(tmp_path/"keep")
