@@ -208,13 +208,12 @@ def merge(models: argument(list[str], "run folders or model folders, two or more
           method: option(str, "linear or slerp") = "linear",
           policy: option(list[str], "tensors by name: linear, slerp, first, second, ..., or weights such as [0.2, "
                                     "0.8]; the first that fits", metavar="PATTERN=RULE") = [],
-          missing: option(str, "tensors and tokens that some models lack: error or copy") = "error",
           dtype: option(str, "float32, bfloat16 or float16; none: as in the first model") = "",
           as_json: AsJson = False):
     "Merge several models into one, tensor by tensor; it loads like any other."
     from anchor_nb.release.merging import merge_models
     with answering(as_json) as answer:
-        result = merge_models(models, out, weight, method, yaml_values(policy), missing, dtype)
+        result = merge_models(models, out, weight, method, yaml_values(policy), dtype)
         answer(result, f"{result['tensors']} tensors of {len(models)} models, {method}, {result['bytes']/1e6:.1f} MB "
                        "in "
                       f"{out}")

@@ -20,7 +20,7 @@ from ..core.recipe import paper
 from ..evaluation.tables import by_seed, comparable, compared, expected_vs_obtained, last_steps, over_tasks
 
 # %% ../../nbs/experiments/05_report.ipynb #6b9b4433
-def _cell(value: float, interval=None, sign: str = "") -> str: # value in [-1, 1]
+def per_cent(value: float, interval=None, sign: str = "") -> str: # value in [-1, 1]
     "A score in per cent, with its interval where there is one."
     show = lambda number: f"{100 * number:{sign}.1f}".replace("-", "−")
     return f"{show(value)} [{show(interval.low)}, {show(interval.high)}]" if interval else show(value)
@@ -37,7 +37,7 @@ def comparison_table(ledger: list,         # rows
     def ours(label, task):
         if (label, task) not in last: return "–" if label in scored else "not run"
         step, value = last[label, task]
-        return _cell(value, interval(ledger, per_query, label, step, task))
+        return per_cent(value, interval(ledger, per_query, label, step, task))
     table = {f"ours: {task}, {metric_of(ledger, task)}": [ours(label, task) for label in labels]
              for task in sorted({task for _, task in last})} or {"ours": ["not run"] * len(labels)}
     for model, scores in theirs.items():
@@ -73,7 +73,7 @@ def differences(ledger: list, per_query: dict): # -> DataFrame of text
     import pandas as pd
     def shown(pair, task):
         interval = difference(ledger, per_query, *pair, task)
-        return _cell(interval.mean, interval, "+") if interval else "not run"
+        return per_cent(interval.mean, interval, "+") if interval else "not run"
     table = {task: [shown(pair, task) for pair in PAIRS] for task in sorted({task for _, task in finals(ledger)})}
     return pd.DataFrame(table, index=[f"{system(first)[0]} − {system(second)[0]}" for first, second in PAIRS])
 

@@ -6,19 +6,17 @@
 __all__ = ['adapt', 'outlook']
 
 # %% ../../nbs/release/09_adapt.ipynb #3b899834
-import hashlib, itertools, json, math, os, random, shlex, shutil, sys, tempfile, time
+import hashlib, itertools, json, os, random, shlex, shutil, sys, tempfile, time
 from collections import Counter, defaultdict
 from contextlib import redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from .. import __version__
-from ..core.files import (damage, draft_of, keep_apart, new_folder, replace_folder, scratch, seal,
-                                 write_text)
-from ..core.progress import announce, without_bars
+from ..core.files import damage, keep_apart, new_folder, replace_folder, scratch, seal, write_text
+from ..core.progress import announce
 from ..core.recipe import Adapt, Mine, Stage2
 from ..core.redaction import without_secrets
-from ..core.settings import default
 from ..data.deduplication import plain
 from ..data.documents import (Passage, count_words, first_sentence, left_out, not_english, passages_of,
                                        read_documents, readers, searched_passages, shown)
@@ -26,7 +24,7 @@ from ..data.prompts import LAYOUT_FILE
 from ..data.retrieval_sets import Retrieval, draw, read_retrieval, subset
 from ..data.rows import load_pairs
 from ..data.splitting import divide, group_rows, versions
-from ..data.tables import file_hash, files_below
+from ..data.tables import content_hash
 from ..data.writers import write_lines, write_pairs, write_test
 from ..evaluation.encoders import Candidate, checkpoints, short_name
 from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queries_needed, score_one,
@@ -34,22 +32,21 @@ from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queri
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
 from ..inference.own_pairs import CHOSEN, match_pairs
-from ..models.loading import SEARCH
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
-from ..models.loading import kind_of, read_sentence_transformers, small_files
+from ..models.loading import SEARCH, kind_of, read_sentence_transformers, small_files
 from ..models.resolve import find_model
 from .card import (UNREAD, UNREPEATED, UNSCORED, UNTRAINED, as_loaded, export_with_card,
                                     with_known)
 from .export import ADAPTED
-from .lineage import foundation, public
+from .lineage import foundation, public, public_command
 from ..runs.identity import engine_of, files_content, model_content
 from ..runs.launch import launch
 from ..runs.ledger import read_json, write_json
-from ..runs.manifest import finish_run, read_manifest, start_run
-from ..training.encoders import MINI, SEARCHED, tune_encoder
+from ..runs.manifest import command_line, finish_run, read_manifest, start_run
+from ..training.encoders import MINI, SEARCHED, opened as open_encoder, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 17 # raised when a step comes to make something else of the same inputs
+MADE = 18 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -82,11 +79,6 @@ class Steps:
 # ours: with fewer, nothing can be told or learned
 FEWEST = dict(documents=10, test_queries=20, dev_queries=10, train_pairs=16, words=5, sentences=50)
 
-def at_home(recipe: Adapt) -> Adapt:
-    "The recipe with ~ as the home folder, as a shell would write it."
-    whole = lambda path: str(Path(path).expanduser()) if path.startswith("~") else path
-    return replace(recipe, documents=whole(recipe.documents), pairs=whole(recipe.pairs), out=whole(recipe.out))
-
 def read_step(recipe: Adapt, part: Path) -> dict:
     "Documents as passages; ValueError for too few documents."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
@@ -114,16 +106,20 @@ MINER, SURVEYED = "minilm", 5000 # the encoder that filters and mines; passages 
 
 def encoder_of(model: str):
     "A function of texts to unit vectors."
-    from sentence_transformers import SentenceTransformer
-    with without_bars(): encoder = SentenceTransformer(find_model(model))
+    encoder = open_encoder(model, TOKENS)
     return lambda texts: encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+
+def to_ask(recipe: Adapt, passages: list, links: list) -> tuple: # (list of (query, number), numbers of passages)
+    "Titles, headings and links as queries, and the passages that questions are written for."
+    heads = list(dict.fromkeys([*heading_pairs(passages), *map(tuple, links)]))
+    long = [n for n, passage in enumerate(passages) if count_words(passage.text) >= 12]
+    return (draw(heads, 2*recipe.train_pairs, recipe.seed),
+            draw(long, recipe.questions, recipe.seed) if recipe.questions else [])
 
 def made_pairs(recipe: Adapt, passages: list, links: list) -> tuple: # (list of (query, number), counts)
     "Queries from titles, headings, links and a language model, those that find their passage again."
     texts = [passage.text for passage in passages]
-    heads = draw(list(dict.fromkeys([*heading_pairs(passages), *map(tuple, links)])), 2*recipe.train_pairs, recipe.seed)
-    chosen = draw([n for n, text in enumerate(texts) if count_words(text) >= 12], recipe.questions, recipe.seed)
-    chosen = chosen if recipe.questions else []
+    heads, chosen = to_ask(recipe, passages, links)
     part_sizes(len(heads) + len(chosen), recipe) # refuses what would be too few, before anything is asked
     questions = ask([texts[n] for n in chosen], recipe.generator, Path(recipe.out, *ANSWERS)) if chosen else []
     asked = heads + [(query, n) for query, n in zip(questions, chosen) if query]
@@ -184,9 +180,10 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
         if size < FEWEST[name]:
             raise ValueError(f"{name}={size} are too few to tell or learn anything; ask for at least {FEWEST[name]}")
     if test < FEWEST["test_queries"]:
+        capped = ", or raise train_pairs"*(not recipe.pairs and 0 < 2*recipe.train_pairs <= total)
         raise ValueError(f"{total} queries leave a test set of {test}, too small to tell anything: a difference of 10 "
                          f"points takes about {queries_needed(0.1)} queries, 5 points {queries_needed(0.05)}; the "
-                         "test set takes a fourth, so give more pairs or documents")
+                         "test set takes a fourth, so give more pairs or documents{capped}")
     return [test, dev]
 
 def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count: rows that ask; others: sentences
@@ -236,9 +233,9 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     rows = [dict(query=row["query"], positives=[answer], negatives=[], instruction="", document_instruction="",
                  positive_scores=[], negative_scores=[]) for row, answer in zip([*pairs, *sentences], answers)]
     test, dev, rest = parted(rows, marks, len(pairs), recipe)
-    for name, chosen in (("test", test), ("dev", dev)):
-        made = as_set(name, rows, chosen, texts, numbers, recipe.test_documents, recipe.seed)
-        if name == "test": twins = with_twins(made.corpus, made.qrels)
+    sets = {name: as_set(name, rows, chosen, texts, numbers, recipe.test_documents, recipe.seed)
+            for name, chosen in (("test", test), ("dev", dev))}
+    for name, made in sets.items():
         write_test(part/name, made.corpus, made.queries, [(query, document) for query, judged in made.qrels.items()
                                                           for document in judged])
     asked = [*test, *dev]
@@ -250,9 +247,9 @@ def split_step(recipe: Adapt, part: Path, passages: list, pairs: list, sentences
     surveyed = min(SURVEYED, max(300, 4*len(kept))) # enough to find near ones among
     write_pairs(part/"pairs", "pairs", [rows[n] for n in kept])
     write_lines(part/"pool.jsonl", (dict(text=text) for text in draw(pool, surveyed, recipe.seed)))
-    return dict(test=len(read_retrieval(part/"test").queries), dev=len(read_retrieval(part/"dev").queries),
-                twins=twins, train=len(kept), left_out=len(rest) - len(kept), pool=min(len(pool), surveyed),
-                test_documents=len(read_retrieval(part/"test").corpus))
+    return dict(test=len(sets["test"].queries), dev=len(sets["dev"].queries),
+                twins=with_twins(sets["test"].corpus, sets["test"].qrels), train=len(kept),
+                left_out=len(rest) - len(kept), pool=min(len(pool), surveyed), test_documents=len(sets["test"].corpus))
 
 # %% ../../nbs/release/09_adapt.ipynb #9c836f72
 SHARE, ENOUGH, SEEDS = 0.6, 80, 2 # of the minutes for decoders; steps; trainings of each, time allowing; ours
@@ -280,7 +277,7 @@ TOKENS = 256 # of a text, for decoders in training, scoring and export; what Min
 def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> dict:
     "Stage II on some pairs, resumed where it was stopped."
     from anchor_nb.training.trainer import check_inputs, train
-    began, out = (time.perf_counter(), time.process_time()), Path(os.path.abspath(out)) # resumed under any spelling
+    began, out = time.perf_counter(), Path(os.path.abspath(out)) # resumed under any spelling
     if not (out/"pairs"/"pairs.jsonl").is_file(): write_pairs(out/"pairs", "pairs", rows)
     recipe = Stage2(model=base, data=str(out/"pairs"), out=str(out/"run"), instructions="none", preset="laptop",
                     max_length=TOKENS, steps=steps, negatives=int(all(row["negatives"] for row in rows)), seed=seed,
@@ -290,10 +287,10 @@ def train_decoder(base: str, rows: list, steps: int, out: Path, seed: int) -> di
         if start_run(recipe.out, inputs.recipe, inputs.data) != "done":
             finish_run(recipe.out, **launch(train, inputs.recipe, processes=1, run_dir=recipe.out))
     facts = read_manifest(recipe.out)
+    added = facts["trainable"] if facts["recipe"]["lora_rank"] else 0
     stepping = sum(row["seconds"] for row in read_lines(out/"run"/"speed.jsonl")) # in earlier processes too
     return dict(model=str(out/"run"/"model"), run=str(out/"run"), pairs=len(rows), steps=facts["steps"],
-                seconds=round(max(stepping, time.perf_counter() - began[0]), 1),
-                cpu_seconds=round(time.process_time() - began[1], 1))
+                parameters=facts["parameters"] - added, seconds=round(max(stepping, time.perf_counter() - began), 1))
 
 def dev_score(source: str, dev: Retrieval, precision: str, known: dict) -> float: # nDCG@10
     "A checkpoint's score on the development split."
@@ -326,12 +323,10 @@ def size_step(recipe: Adapt, base: str, rows: list, asked: bool) -> dict: # step
     "How much of a decoder's training fits into the minutes, measured once; `why` says that it is left out."
     most = max(20, recipe.epochs*len(rows)//BATCH)
     fit = int(60*SHARE*recipe.minutes/max(step_seconds(base, rows), 1e-9))
-    left_out = f"{base} was left out: it needs at least {ENOUGH} steps of {BATCH} pairs, and"
-    if fit < ENOUGH and not asked:
-        return dict(why=f"{left_out} {recipe.minutes:g} minutes are enough for {fit}; give more minutes, or "
-                        f"base={base}")
-    if most < ENOUGH and not asked:
-        return dict(why=f"{left_out} {recipe.epochs} passes over {len(rows)} pairs are {most}; give more pairs, or "
+    if min(fit, most) < ENOUGH and not asked:
+        short = (f"{recipe.minutes:g} minutes are enough for {fit}; give more minutes" if fit < ENOUGH else
+                 f"{recipe.epochs} passes over {len(rows)} pairs are {most}; give more pairs")
+        return dict(why=f"{base} was left out: it needs at least {ENOUGH} steps of {BATCH} pairs, and {short}, or "
                         f"base={base}")
     steps = min(most, max(fit, 20))
     return dict(steps=steps, seeds=max(1, min(SEEDS, fit//steps)))
@@ -349,8 +344,8 @@ def decoder_step(recipe: Adapt, base: str, rows: list, dev: Retrieval, runs: Pat
         trials[seed] = train_decoder(base, rows, steps, runs/f"{Path(base).name}-{name}", seed)
     precision = auto_precision(AutoConfig.from_pretrained(find_model(base)))[0]
     facts = trials[best_seed(trials, dev, precision, known)]
-    took = {name: round(sum(trial[name] for trial in trials.values()), 1) for name in ("seconds", "cpu_seconds")}
-    facts |= took | dict(seeds=list(trials), precision=precision)
+    seconds = round(sum(trial["seconds"] for trial in trials.values()), 1)
+    facts |= dict(seconds=seconds, seeds=list(trials), precision=precision)
     if steps > len(rows)//BATCH: facts |= best_snapshot(facts["run"], dev, precision, known)
     return facts | dict(model=os.path.relpath(facts["model"], recipe.out)) # OUT may be moved
 
@@ -410,16 +405,16 @@ def trained(recipe: Adapt, steps: Steps, rows: list, dev: Retrieval,
             known: dict) -> dict: # label -> facts, with base and library
     "Every candidate."
     bases, asked = bases_of(recipe)
-    candidates, common = {}, dict(epochs=recipe.epochs, seed=recipe.seed)
+    candidates = {}
     for base in bases:
         name, label = f"train-{Path(base).name}", f"{Path(base).name} tuned"
+        how = dict(model=[base, model_content(base)], epochs=recipe.epochs, seed=recipe.seed)
         if is_encoder(base):
             make = lambda part: tune_encoder(base, rows, dev, str(part/"model"), recipe.epochs, seed=recipe.seed)
-            facts = steps.run(name, make, ("mine",), model=[base, model_content(base)], **common)
+            facts = steps.run(name, make, ("mine",), **how)
             candidates[label] = facts | dict(base=base, library="sentence-transformers",
                                              model=str(steps.folder(name)/"model"))
         else:
-            how = dict(model=[base, model_content(base)], **common)
             size = steps.run(f"size-{Path(base).name}", lambda part: size_step(recipe, base, rows, asked), ("mine",),
                              asked=asked, minutes=recipe.minutes, **how)
             make = lambda part: decoder_step(recipe, base, rows, dev, Path(recipe.out)/"runs", size, known)
@@ -445,10 +440,6 @@ def systems_of(candidates: dict) -> dict: # label -> `Candidate`
         systems[label] = Candidate(label, facts["model"], **how)
     return systems
 
-def without_rankings(sheet: dict) -> dict:
-    "A sheet as it is kept."
-    return {label: {name: value for name, value in system.items() if name != "ranking"}
-            for label, system in sheet.items()}
 
 # %% ../../nbs/release/09_adapt.ipynb #de9edf6d
 HAVE = ("bm25", "minilm", "minilm + BM25") # what needs no training, and a base as it is
@@ -484,8 +475,9 @@ def judge_step(candidates: dict, test: Retrieval, chosen: str, weights: dict, kn
     judge = lambda label: verdict(sheet, label, have_of(sheet), {query: documents[query] for query in test.queries})
     decision = judge(chosen)
     verdicts = {label: judge(label) for label, facts in candidates.items() if "why" not in facts}
-    return dict(systems=without_rankings(sheet), verdict=decision, each=verdicts,
-                **widest(sheet, chosen, decision["against"], test))
+    changed = widest(sheet, chosen, decision["against"], test)
+    for system in sheet.values(): del system["ranking"]
+    return dict(systems=sheet, verdict=decision, each=verdicts, **changed)
 
 # %% ../../nbs/release/09_adapt.ipynb #323d5578
 def adapted_before(recipe: Adapt) -> list: # of sentences
@@ -560,35 +552,23 @@ def to_keep(judged: dict, candidates: dict) -> dict: # model, bm25
     return dict(model=bases.get(against.removesuffix(" + BM25"), MINER),
                 bm25=float(against == "bm25") or judged["systems"][against].get("weight", 0.0))
 
-def parameters_of(model: str) -> int:
-    "The weights of a model, by the headers of its files."
-    from safetensors import safe_open
-    total = 0
-    for path in small_files(find_model(model)).glob("*.safetensors"): # beside them once the model has been used
-        with safe_open(path, "np") as held:
-            total += sum(math.prod(held.get_slice(name).get_shape()) for name in held.keys())
-    return total
-
 def beside(systems: dict, candidates: dict) -> dict: # systems: of the test set
     "Scores with the size of each model and the minutes of its training."
-    bases = {Path(facts["base"]).name: facts["base"] for facts in candidates.values()}
+    sizes = {Path(facts["base"]).name: facts.get("parameters") for facts in candidates.values()}
     for label, system in systems.items():
         alone = label.removesuffix(" + BM25")
         if "seconds" in candidates.get(alone, {}): system["minutes"] = f"{candidates[alone]['seconds']/60:.1f}"
-        base = bases.get(alone.removesuffix(" tuned").removesuffix(" untrained"))
-        system["size"] = f"{parameters_of(base)/1e6:.0f} M" if base else ""
+        size = sizes.get(alone.removesuffix(" tuned").removesuffix(" untrained"))
+        system["size"] = f"{size/1e6:.0f} M" if size else ""
     return systems
 
 # %% ../../nbs/release/09_adapt.ipynb #adc0ca4d
 def as_command(recipe: Adapt) -> str:
     "The command that makes a run again, without paths of this machine."
-    root, given = Path(), {f.name: value for f in fields(recipe) if (value := getattr(recipe, f.name)) != default(f)}
-    if "base" in given: given["base"] = ",".join(public(name.strip(), root) for name in recipe.base.split(","))
-    shown = lambda value: public(value, root) if isinstance(value, str) else json.dumps(value)
-    given = {name: shown(value) for name, value in given.items()}
-    places = given.pop("documents"), "--out", given.pop("out", recipe.out)
-    return shlex.join(["anchor-nb", "adapt", *places, *itertools.chain.from_iterable(("-p", f"{name}={value}")
-                                                                            for name, value in given.items())])
+    bare = lambda value: public(value.strip(), Path())
+    others = replace(recipe, documents=Adapt.documents, out=Adapt.out, base=",".join(map(bare, recipe.base.split(","))))
+    settings = shlex.split(public_command(command_line(others), Path()))[2:]
+    return shlex.join(["anchor-nb", "adapt", bare(recipe.documents), "--out", bare(recipe.out), *settings])
 
 def tuned_words(recipe: Adapt, winner: dict) -> dict: # what a card says without a manifest -> what is known
     "How a model was trained, for its card."
@@ -639,15 +619,7 @@ def export_step(recipe: Adapt, part: Path, winner: dict, result: dict, notes: li
     known = tuned_words(recipe, winner) | {UNSCORED: text}
     write_text(card, without_secrets(with_known(card.read_text(encoding="utf-8"), known)))
     write_json(part/"model"/ADAPTED, {old: without_secrets(new) for old, new in known.items()})
-    for path in [*(part/"model").iterdir()]: path.rename(part/path.name)
-    (part/"model").rmdir()
     return dict(bytes=exported["bytes"], dimension=exported["dimension"])
-
-def same_files(first: Path, second: Path, but: tuple = ()) -> bool: # but: names that do not count
-    "Whether two folders hold the same files."
-    held = [{path.relative_to(folder): file_hash(path) for path in files_below(folder) if path.name not in but}
-            for folder in (first, second)]
-    return held[0] == held[1]
 
 def set_aside(model: Path):
     "Give the model, the verdict and the passages of an earlier run other names."
@@ -669,10 +641,10 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
     winner = candidates[chosen.removesuffix(" + BM25")]
     steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("test",),
               target=shown_target(recipe), notes=notes)
-    made, records = steps.folder("export"), ("step.json", "files.json")
-    if not (target.exists() and same_files(target, made, records)): # or edited, or put back by hand
+    made = steps.folder("export")/"model"
+    if not (target.exists() and content_hash(str(target)) == content_hash(str(made))): # or edited, or put back by hand
         with scratch(target.parent, target.name) as place:
-            shutil.copytree(made, place/"new", ignore=shutil.ignore_patterns(*records))
+            shutil.copytree(made, place/"new")
             set_aside(target) # once the new one is whole
             replace_folder(place/"new", target)
     return str(target)
@@ -684,9 +656,8 @@ def check_out(out: Path):
     if foreign := [str(folder) for folder in steps if not (folder/"step.json").is_file()]:
         raise ValueError(f"{', '.join(sorted(foreign))}: no step of an adaptation, and could be replaced by one; "
                          "choose another out, or move that away")
-    if (out/"model").exists() and not steps:
-        raise ValueError(f"{out} holds a model of another run, which a verdict could replace; choose another out")
-    written = [name for name in ("search", "passages.jsonl", "adapt.json", "verdict.html") if (out/name).exists()]
+    names = ("model", "search", "passages.jsonl", "adapt.json", "verdict.html")
+    written = [name for name in names if (out/name).exists()]
     if written and not steps:
         raise ValueError(f"{out} holds {', '.join(written)}, which an adaptation writes; choose another out")
 
@@ -694,7 +665,8 @@ def checked(recipe: Adapt) -> Adapt:
     "The recipe with ~ as the home folder; ValueError or FileNotFoundError for places and models that cannot be used."
     if not recipe.documents:
         raise ValueError("documents is empty; name a folder of texts, or a table")
-    recipe = at_home(recipe)
+    at_home = {name: os.path.expanduser(getattr(recipe, name)) for name in ("documents", "pairs", "out")}
+    recipe = replace(recipe, **at_home)
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs, base=bases_of(recipe)[0])
     if Path(recipe.pairs or "-").exists() and Path(recipe.documents).resolve() in Path(recipe.pairs).resolve().parents:
         raise ValueError(f"pairs={recipe.pairs} lies in documents={recipe.documents}, whose tables are read as "
@@ -750,9 +722,8 @@ def adapt(recipe: Adapt) -> dict: # verdict, systems, curve, advice, notes, mode
     listed = ", ".join(f"{weight:g} beside {label}" for label, weight in weights.items())
     notes.append(f"The development split chose the weight of BM25: {listed}.")
     model = deliver(recipe, steps, judged, candidates, notes, chosen)
-    draft = draft_of(out/"passages.jsonl")
-    write_lines(draft, searched_passages(passages_in(steps), bool(recipe.pairs)))
-    draft.replace(out/"passages.jsonl")
+    searched = searched_passages(passages_in(steps), bool(recipe.pairs))
+    write_text(out/"passages.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in searched))
     grown = {int(size): score for size, score in curve.items()}
     best = judged["systems"][judged["verdict"]["against"]]["score"]
     result = dict(title=f"Adapted to {Path(recipe.documents).name}", made=made, curve=curve, notes=notes,
@@ -827,8 +798,7 @@ def outlook(recipe: Adapt) -> list: # of lines
         pairs = len({query for query, _ in matched})
         what = f"{len(matched):,} found in the documents, {len(lost):,} not"
     else:
-        pairs = len(heading_pairs(passages)) + len(link_pairs(documents, passages))
-        pairs += min(recipe.questions, len(passages))
+        pairs = sum(map(len, to_ask(recipe, passages, link_pairs(documents, passages))))
         what = (f"{pairs:,} titles, links and questions at most; only those with which BM25 or MiniLM finds the "
                 "passage again are kept, often far fewer")
     test, dev = part_sizes(pairs, recipe)

@@ -9,6 +9,7 @@ __all__ = ['model_card', 'export_with_card']
 import json
 import os
 import re
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -20,14 +21,14 @@ from ..core.settings import default
 from ..evaluation.tables import by_seed, comparable, expected_vs_obtained, last_steps
 from ..evaluation.comparison import METRIC_NAMES, load_per_query
 from ..evaluation.encoders import OPTIONS
-from ..experiments.figures import (PAPER_MODELS, PAPER_NAMES, SYSTEMS, interval_around,
-                                           system)
+from ..experiments.figures import SYSTEMS, interval_around, system
 from ..experiments.pipeline import full_preset
-from ..experiments.report import run_facts
+from ..experiments.report import per_cent, run_facts
 from ..losses.carry import summed_up
+from ..models.loading import json_or_empty
 from .lineage import commands, data_sets, foundation, lineage, merged_parts, public
 from .snippets import exported_facts, usage
-from ..runs.ledger import read_json, read_rows
+from ..runs.ledger import read_json, read_rows, write_json
 
 # %% ../../nbs/release/04_card.ipynb #650b5cbd
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class CardContent:
     label: str           # of this model in the ledger; empty: it has not been scored
     step: int            # of stage II; 0 before it
     license: str         # as the hub spells it; empty: unknown
-    parts: list          # (model, weight) of a merged model
+    merge: dict          # what merge.json says; empty: the model was not merged
     facts: dict          # from `exported_facts`; empty: not exported
     checked: dict | None # from `export.check`
     known: dict          # what a card says where nothing is on record -> what `adapt` has recorded
@@ -77,7 +78,7 @@ def find_ledger(ledger: str, runs: list) -> Path | None: # ledger: as in `model_
     return place/"ledger.jsonl" if place and place.is_dir() else place
 
 def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", license: str = "", licences: dict = None,
-           label: str = "", checked: dict = None, options: str = "") -> CardContent: # all as in `model_card`
+           checked: dict = None, options: str = "") -> CardContent: # all as in `model_card`
     "Everything a card needs; ValueError or FileNotFoundError before anything is written."
     from anchor_nb.models.resolve import find_model
     from anchor_nb.release.export import ADAPTED
@@ -86,18 +87,17 @@ def gather(model: str, ledger: str = "", out: str = "", *, name: str = "", licen
     adapted = Path(model if runs else find_model(str(model)), ADAPTED) # FileNotFoundError where there is nothing
     place = find_ledger(ledger, runs)
     rows = comparable(read_rows(place)) if place else []
-    labels = {row["label"] for row in rows}
-    if label and label not in labels:
-        raise ValueError(f"the ledger has no label {label!r}; it has {', '.join(sorted(labels)) or 'none'}")
-    if not merged and not options: label = label or label_of(rows, runs, place and place.parent)
-    base = foundation(runs[0].manifest["recipe"]["model"] if runs else model)
+    label = "" if merged or options else label_of(rows, runs, place and place.parent)
+    first = runs[0].manifest if runs else dict(recipe=dict(model=model))
+    base = foundation(first["recipe"]["model"], "model" in first.get("inputs", {}))
     folder = out or (runs[-1].folder if runs and not merged else model)
-    parts = [(public(part["model"], Path(model).resolve().parent), part["weight"]) for part in merged]
+    merge = public(json_or_empty(Path(model)/"merge.json"), Path(model).resolve().parent)
+    known = {} if runs or not adapted.is_file() else read_json(adapted)
+    if known and options: known[UNSCORED] = CHANGED.format(options=options)
     return CardContent(name=name or Path(folder).name, runs=runs, base=base, data=data_sets(runs, licences), rows=rows,
                        per_query=load_per_query(rows, place.parent/"per_query") if place else {}, label=label,
-                       step=step_of(model, runs), license=license or base["license"], parts=parts,
-                       facts=exported_facts(out, checked) if out else {}, checked=checked,
-                       known={} if runs or not adapted.is_file() else read_json(adapted), options=options)
+                       step=step_of(model, runs), license=license or base["license"], merge=merge,
+                       facts=exported_facts(out, checked) if out else {}, checked=checked, known=known, options=options)
 
 # %% ../../nbs/release/04_card.ipynb #3de13f5c
 def cell(value) -> str:
@@ -118,10 +118,6 @@ def main_scores(card: CardContent, label: str, step: int) -> dict: # task -> (va
     return {task: (fmean(seeds.values()), interval_around(seeds, card.per_query.get((label, step, task))))
             for task, seeds in tasks.items()}
 
-def per_cent(value: float, interval=None) -> str: # value and Interval in [0, 1]
-    "A score with its interval, in per cent."
-    return f"{100*value:.1f}" + (f" [{100*interval.low:.1f}, {100*interval.high:.1f}]" if interval else "")
-
 def score_table(card: CardContent) -> str: # empty: not scored
     "Scores by task and their mean, this model beside the paper's systems."
     last = {label: rows[0]["step"] for label, rows in last_steps(card.rows).items() if label != card.label}
@@ -141,22 +137,15 @@ def score_table(card: CardContent) -> str: # empty: not scored
 
 # %% ../../nbs/release/04_card.ipynb #e08ba328
 def beside_paper(card: CardContent) -> str:
-    "This model's scores beside the paper's, or why they cannot be compared."
+    "This model's scores beside the paper's; empty: none can be compared."
     rows = [dict(row) for row in card.rows if (row["label"], row["step"]) == (card.label, card.step)]
     scores = expected_vs_obtained(rows, card.base["hub"])
     lines = [[row.table, row.row, row.column, f"{row.paper:.2f}", f"{row.ours:.2f}", f"{row.difference:+.2f}",
               row.verdict] for row in scores[scores["verdict"] != "not run"].itertuples()]
-    if lines:
-        header = ["table", "row", "column", "paper", "this model", "difference", "verdict"]
-        return (f"This model was measured on {len(lines)} of the paper's {len(scores)} scores:\n\n"
-                f"{markdown_table(header, lines)}")
-    text = (f"None of the paper's {len(scores)} scores can be compared with these: they are means over MTEB tasks, "
-            "measured with the paper's own models.")
-    if card.label not in PAPER_NAMES: return text
-    theirs = [f"{by_name[PAPER_NAMES[card.label]]:.1f} with {PAPER_MODELS[model]}"
-              for model, by_name in paper()["table10_stages_subset15"].items()]
-    return (f"{text} For orientation, the same training ({system(card.label)[0]}) reaches {', '.join(theirs)} there, "
-            "as a mean of 15 tasks.")
+    if not lines: return ""
+    header = ["table", "row", "column", "paper", "this model", "difference", "verdict"]
+    return (f"This model was measured on {len(lines)} of the paper's {len(scores)} scores:\n\n"
+            f"{markdown_table(header, lines)}")
 
 # %% ../../nbs/release/04_card.ipynb #11415286
 def hub_data(tasks: list) -> dict: # task -> its data set's id on the hub
@@ -219,16 +208,24 @@ def code_versions(runs: list) -> str:
         names.append(f"anchor_nb {code.get('version', '(version unknown)')}{commit}")
     return " and then ".join(dict.fromkeys(names))
 
+def merge_command(merge: dict, out: str) -> str: # merge: of merge.json
+    "The command that merges the same models in the same way."
+    given = [("weight", part["weight"]) for part in merge["models"]]
+    given += [(name, merge[name]) for name in ("method", "dtype") if merge.get(name)]
+    given += [("policy", f"{pattern}={rule if isinstance(rule, str) else json.dumps(rule)}")
+              for pattern, rule in merge.get("policy", {}).items()]
+    return shlex.join(["anchor-nb", "merge", *(part["model"] for part in merge["models"]), "--out", out,
+                       *(word for name, value in given for word in (f"--{name}", str(value)))])
+
 def command_lines(card: CardContent) -> str:
     "The commands that make a model again, from its data to its export."
     recipe, lines = card.runs[-1].manifest["recipe"], commands(card.runs)
     source = public(recipe["out"], card.runs[-1].folder.resolve().parent)
     if card.step not in (0, recipe["steps"]): source += f"/snapshots/step-{card.step}"
-    if card.parts:
-        models, weights = zip(*card.parts)
+    if card.merge:
         source = "runs/merged"
-        lines.append(" ".join(["anchor-nb merge", *models, "--out", source, *(f"--weight {w}" for w in weights)]))
-    return "\n".join([*lines, f"anchor-nb export {source} {card.name.rpartition('/')[2]}"])
+        lines.append(merge_command(card.merge, source))
+    return "\n".join([*lines, shlex.join(["anchor-nb", "export", source, card.name.rpartition("/")[2]])])
 
 # %% ../../nbs/release/04_card.ipynb #73a8f515
 def data_table(card: CardContent) -> str:
@@ -267,8 +264,8 @@ def history(card: CardContent) -> str:
     how = f"{len(stages)} stage{'s' * (len(stages) > 1)}: {', then '.join(stages)}"
     if card.step not in (0, last["recipe"]["steps"]):
         how += f"; this is the model after {card.step} of {last['recipe']['steps']} steps of the last stage"
-    if card.parts:
-        parts = ", ".join(f"{weight:g} of {model}" for model, weight in card.parts)
+    if card.merge:
+        parts = ", ".join(f"{part['weight']:g} of {part['model']}" for part in card.merge["models"])
         how = f"{len(stages)} training runs, whose models were then merged: {parts}"
     _, at, commit = card.runs[0].manifest.get("commit", "").partition("@")
     base = card.base["name"] + f" (commit {commit[:12]})" * bool(at)
@@ -445,28 +442,28 @@ def model_card(model: str,            # run folder, its `model`, or a snapshot; 
                *, name: str = "",     # the name on the hub, owner/name; empty: the folder's name
                license: str = "",     # empty: that of the base model
                licences: dict = None, # data set -> licence of its texts, for data that anchor_nb did not build
-               label: str = "",       # of the model in the ledger; empty: found by the manifest, the last
                checked: dict = None,  # what `export.check` returned
                options: str = "",     # of the export, with which the scores of the run do not hold; empty: none
               ) -> str:               # Markdown with YAML front matter
     "The card of a model; ValueError or FileNotFoundError names what does not fit."
     return write_card(gather(str(model), str(ledger), str(out), name=name, license=license, licences=licences,
-                             label=label, checked=checked, options=options))
+                             checked=checked, options=options))
 
 # %% ../../nbs/release/04_card.ipynb #dac9bb33
 def export_with_card(model: str, out: str, ledger: str = "", *, name: str = "", license: str = "",
-                     licences: dict = None, label: str = "", # all as in `model_card`
+                     licences: dict = None, # all as in `model_card`
                      check: bool = False, # load the folder through sentence-transformers, and report it in the card
                      **options) -> dict:  # options of `export.export`; its result, with card and checked
     "Export a model and write its card as README.md."
     from anchor_nb.release import export
     changed = [f"{name}={options[name]}" for name in CHANGING if options.get(name) not in ("", None, 0)
                or options.get(name) is False]
-    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences, label=label,
+    details = dict(ledger=str(ledger), name=name or Path(out).name, license=license, licences=licences,
                    options=" and ".join(changed))
-    gather(str(model), **details)
+    known = gather(str(model), **details).known
     facts = export.export(str(model), str(out), **options)
     out = facts["out"]
+    if known and changed: write_json(Path(out)/export.ADAPTED, known) # without scores, however often it is exported
     card = write_text(Path(out)/"README.md", model_card(model, out=out, **details))
     if not check: return facts | dict(card=str(card))
     checked = export.check(str(model), out, options.get("kind", ""))

@@ -23,7 +23,7 @@ from ..data.packages import toy_items
 from ..data.prompts import LAYOUT_FILE
 from ..models.engines import ENGINE_FILES, ENGINES, LlamaEngine
 from ..models.loading import chain, json_or_empty, use_of
-from .card import export_with_card
+from .card import export_with_card, markdown_table
 from .export import LONG, SHORT, load_for_export, sent_around
 from .formats import add_formats, check_formats, check_gguf
 
@@ -299,19 +299,19 @@ HEADING = "### The same vector in other engines"
 
 def as_table(rows: list) -> str: # Markdown
     "The certificate as a table for people."
-    lines = ["| engine | precision | texts | least cosine | largest difference | other token ids | refused |",
-             "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines = []
     for row in rows:
         name = f"{row['engine']} {row['version']}".strip()
         if "reason" in row:
-            lines.append(f"| {name} | {row['precision']} | not run: {row['reason']} | | | | |")
+            lines.append([name, row["precision"], f"not run: {row['reason']}", *[""]*4])
             continue
         other = "not told" if row["other_ids"] is None else f"{row['other_ids']}"
         if row["other_kinds"]: other += f" ({', '.join(row['other_kinds'])})"
         refused = f"{row['refused']}" + f" ({', '.join(row['refused_kinds'])})"*bool(row["refused"])
-        lines.append(f"| {name} | {row['precision']} | {row['texts']} | {row['cosine']:.6f} | {row['largest']:.1e} | "
-                     f"{other} | {refused} |")
-    return "\n".join(lines)
+        lines.append([name, row["precision"], row["texts"], f"{row['cosine']:.6f}", f"{row['largest']:.1e}", other,
+                      refused])
+    return markdown_table(["engine", "precision", "texts", "least cosine", "largest difference", "other token ids",
+                           "refused"], lines)
 
 def with_table(card: str, rows: list) -> str:
     "A card with the certificate before its scores."

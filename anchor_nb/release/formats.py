@@ -263,26 +263,26 @@ def check_gguf(config, pooling: str, raw: dict): # config: of the model; raw: of
                          "cannot be said in a GGUF; use --format onnx")
     family_of(raw)
 
-def write_gguf(folder: Path, file: Path, precision: str): # precision: fp16, int8 or int4
-    "One GGUF; ValueError as from `check_gguf`."
+def write_gguf(folder: Path, out: Path): # out: holds a folder gguf
+    "The files of all precisions; ValueError as from `check_gguf`."
     import gguf
     from transformers import AutoModel
     model, facts = AutoModel.from_pretrained(folder, dtype=torch.float32), json_or_empty(folder/LAYOUT_FILE)
     check_gguf(model.config, facts["pooling"], json_or_empty(folder/"tokenizer.json"))
     architecture, types = gguf.MODEL_ARCH[ARCHITECTURES[model.config.model_type]], gguf.GGMLQuantizationType
-    wanted = dict(fp16=types.F16, int8=types.Q8_0, int4=types.Q4_1)[precision]
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
-    write_settings(writer, model.config, facts)
-    write_vocabulary(writer, folder, model.config.vocab_size)
-    for name, array in tensors(model, architecture):
-        fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
-        stored = types.F32 if array.ndim == 1 else types.Q8_0 if name == "token_embd.weight" and wanted == types.Q4_1 \
-            and fits else wanted if fits else types.F16
-        writer.add_tensor(name, gguf.quants.quantize(array, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for precision, wanted in dict(fp16=types.F16, int8=types.Q8_0, int4=types.Q4_1).items():
+        writer = gguf.GGUFWriter(out/ENGINE_FILES["gguf", precision], gguf.MODEL_ARCH_NAMES[architecture])
+        write_settings(writer, model.config, facts)
+        write_vocabulary(writer, folder, model.config.vocab_size)
+        for name, array in tensors(model, architecture):
+            fits = array.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+            stored = types.F32 if array.ndim == 1 else types.Q8_0 if name == "token_embd.weight" \
+                and wanted == types.Q4_1 and fits else wanted if fits else types.F16
+            writer.add_tensor(name, gguf.quants.quantize(array, stored), raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 # %% ../../nbs/release/07_formats.ipynb #562ca1fd
 def check_formats(formats: list):
@@ -302,8 +302,7 @@ def add_formats(folder,         # of `export`, with merged weights
         for name in formats:
             with scratch(folder, name) as place:
                 (place/name).mkdir()
-                if name == "gguf":
-                    for kind in ("fp16", "int8", "int4"): write_gguf(folder, place/ENGINE_FILES["gguf", kind], kind)
+                if name == "gguf": write_gguf(folder, place)
                 else:
                     program = program or traced(folder)
                     (write_onnx if name == "onnx" else write_openvino)(program, place)

@@ -22,6 +22,7 @@ MODEL_FILES = ("model.safetensors", SHARD, "adapter_model.safetensors", "model.s
                "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
                "additional_chat_templates/*.jinja", "modules.json", "1_Pooling/config.json",
                "sentence_bert_config.json", "config_sentence_transformers.json", "anchor_nb.json", "search.json",
+               "adapted.json",
                "README.md", "LICENSE", "NOTICE", "certificate.json", "onnx/*.onnx", "onnx/*.onnx_data",
                "openvino/*.xml", "openvino/*.bin", "gguf/*.gguf")
 

@@ -94,11 +94,13 @@ def card_facts(file: Path) -> dict: # license and base_model, where they are sta
     return {name: data.get(name) for name in ("license", "base_model") if isinstance(data.get(name), str)}
 
 # %% ../../nbs/release/02_lineage.ipynb #e549fc80
-def foundation(model: str) -> dict: # name: to show; hub: its id, or ""; license: as the hub spells it, or ""
+def foundation(model: str,
+               folder: bool = False, # a run has read a folder of this name, which may be gone
+               ) -> dict: # name: to show; hub: its id, or ""; license: as the hub spells it, or ""
     "The model that training started from."
     from huggingface_hub import try_to_load_from_cache
     if model == "tiny": return dict(name="a random model", hub="", license="apache-2.0")
-    if hub := MODELS.get(model) or (model if is_hub_id(model) else ""):
+    if hub := MODELS.get(model) or (model if not folder and is_hub_id(model) else ""):
         cached = try_to_load_from_cache(hub, "README.md") # a path, None, or a mark for "known not to exist"
         facts = card_facts(Path(cached)) if isinstance(cached, str) else {}
         weights = ", restored from 4-bit weights" if model == "smollm2-135m" else ""
@@ -118,7 +120,8 @@ def public(value, root: Path): # value: plain data; root: the folder that contai
     if not isinstance(value, str) or not (Path(value).is_absolute() or value.startswith(("~", "..", "./"))):
         return value
     path = Path(value)
-    return f"runs/{path.relative_to(root)}" if path.is_relative_to(root) and path != Path(root) else path.name
+    below = path.is_absolute() and path.is_relative_to(root) and path != Path(root)
+    return f"runs/{path.relative_to(root)}" if below else path.name
 
 def public_command(command: str, root: Path) -> str: # command: from a manifest
     "The command that repeats a run, with paths that work on another machine."

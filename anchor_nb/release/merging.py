@@ -90,7 +90,7 @@ def vocabulary(folder: Path) -> dict: # token -> id; empty without a tokenizer.j
     from tokenizers import Tokenizer
     return Tokenizer.from_file(str(folder/"tokenizer.json")).get_vocab(with_added_tokens=True)
 
-def check_tokenizers(folders: list, missing: str):
+def check_tokenizers(folders: list):
     "ValueError where ids and tokens do not match one to one, or where one model lacks some."
     first, *others = map(vocabulary, folders)
     of_id = {number: token for token, number in first.items()}
@@ -100,16 +100,9 @@ def check_tokenizers(folders: list, missing: str):
         if clash:
             raise ValueError(f"token {clash[0]!r} has id {tokens[clash[0]]} in {folder}, which does not match "
                              f"{folders[0]} ({len(clash)} such tokens); only models of one tokenizer can be merged")
-        if missing == "error" and (lone := sorted(first.keys() ^ tokens.keys())):
+        if lone := sorted(first.keys() ^ tokens.keys()):
             raise ValueError(f"token {lone[0]!r} is in only one of {folders[0]} and {folder} ({len(lone)} such tokens);"
-                             " missing=copy takes their rows from the model that has them")
-
-def lone_tokens(folders: list) -> dict: # id -> places of the models that have such a token
-    "Tokens that only some models have; the others may have an unused row there."
-    numbers = [set(vocabulary(folder).values()) for folder in folders]
-    if not all(numbers): return {} # not known of one
-    return {number: [place for place, known in enumerate(numbers) if number in known]
-            for number in sorted(set.union(*numbers) - set.intersection(*numbers))}
+                             " only models of one tokenizer can be merged")
 
 def check_alike(known: list, file: str, advice: str): # known: of (folder, dict), all with the same keys
     "ValueError names the first key in which a folder differs from the first one."
@@ -217,51 +210,26 @@ def mix(tensors: list, weights: list, method: str) -> torch.Tensor:
     if 1.0 in weights and weights.count(0.0) == len(weights) - 1: return tensors[weights.index(1.0)]
     return METHODS[method](tensors, weights)
 
-def rescaled(weights: list, name: str) -> list:
-    "Weights of some of the models, scaled to sum to one."
-    if sum(weights): return [weight/sum(weights) for weight in weights]
-    raise ValueError(f"{name} is only in models of weight 0; choose a model for it with a policy, or change weights")
-
-def merged_tensor(name: str, models: list, policy: dict, method: str, weights: list, dtype: str = "",
-                  lone: dict = {}) -> torch.Tensor: # lone: from `lone_tokens`
+def merged_tensor(name: str, models: list, policy: dict, method: str, weights: list, dtype: str = "") -> torch.Tensor:
     "A tensor of the result; `models` are of `Weights`."
     method, weights = rule(name, policy, method, weights)
-    has = [(model[name], weight) for model, weight in zip(models, weights) if name in model.files]
-    kept = has[0][0].dtype
-    edges = sorted({tensor.shape[0] if tensor.ndim else 0 for tensor, _ in has})
-    if len(edges) == 1: edges = [None]
-    parts = []
-    for start, stop in zip([0, *edges], edges): # rows that only some have, such as those of added tokens
-        there = [known for known in has if stop is None or known[0].shape[0] >= stop]
-        shares = [weight for _, weight in there]
-        if len(there) < len(models): shares = rescaled(shares, name)
-        rows = [tensor if stop is None else tensor[start:stop] for tensor, _ in there]
-        mixed = mix(rows, shares, method)
-        parts.append((mixed if kept.is_floating_point else mixed.round()).to(kept)) # numbers of positions, in BERT
-    merged = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if lone and ("embed" in name or "lm_head" in name):
-        tables = {place: model[name] for place, model in enumerate(models) if name in model.files}
-        for row, places in lone.items():
-            there = [place for place in places if place in tables and row < len(tables[place])]
-            if sum(shares := [weights[place] for place in there]): # else it stays as the weights make it
-                merged[row] = mix([tables[place][row] for place in there], rescaled(shares, name), method)
+    mixed, kept = mix([model[name] for model in models], weights, method), models[0].dtype(name)
+    merged = (mixed if kept.is_floating_point else mixed.round()).to(kept) # numbers of positions, in BERT
     return (merged.to(getattr(torch, dtype)) if dtype and merged.is_floating_point() else merged).contiguous()
 
-def check_tensors(models: list, missing: str) -> list: # names of all tensors, in order
+def check_tensors(models: list) -> list: # names of all tensors, in order
     "ValueError where a tensor is missing or has two shapes."
     names = sorted(set().union(*(model.files for model in models)))
     for name in names:
         has = [model for model in models if name in model.files]
-        if missing == "error" and len(has) < len(models):
+        if len(has) < len(models):
             lacks = next(model for model in models if model not in has)
-            raise ValueError(f"{name} is in {has[0].folder} and not in {lacks.folder}; missing=copy takes it from the "
-                             "models that have it")
+            raise ValueError(f"{name} is in {has[0].folder} and not in {lacks.folder}; merge models that were trained "
+                             "from the same base in the same way")
         shapes = {model.shape(name): model.folder for model in has}
-        may_grow = missing == "copy" and ("embed" in name or "lm_head" in name)
-        if len({shape[1:] for shape in shapes}) == 1 and (len(shapes) == 1 or may_grow): continue
+        if len(shapes) == 1: continue
         listed = " and ".join(f"{list(shape)} in {folder}" for shape, folder in shapes.items())
-        raise ValueError(f"{name} is {listed}; only models of one shape can be merged, but missing=copy accepts added "
-                         "rows of a vocabulary")
+        raise ValueError(f"{name} is {listed}; only models of one shape can be merged")
     return names
 
 # %% ../../nbs/release/01_merging.ipynb #bf2163e0
@@ -270,10 +238,9 @@ def write_shards(folder: Path, names: list, models: list, how: dict, most: int) 
     from huggingface_hub import split_torch_state_dict_into_shards
     planned = {}
     for name in names:
-        has = [model for model in models if name in model.files]
-        dtype = has[0].dtype(name)
+        dtype = models[0].dtype(name)
         if how["dtype"] and dtype.is_floating_point: dtype = getattr(torch, how["dtype"])
-        planned[name] = torch.empty(max(model.shape(name) for model in has), dtype=dtype, device="meta")
+        planned[name] = torch.empty(models[0].shape(name), dtype=dtype, device="meta")
     split = split_torch_state_dict_into_shards(planned, max_shard_size=most)
     for file, inside in split.filename_to_tensors.items():
         save_file({name: merged_tensor(name, models, **how) for name in inside}, folder/file, dict(format="pt"))
@@ -291,24 +258,20 @@ def copy_rest(source: Path, target: Path):
     shutil.copytree(source, target, ignore=lambda folder, names: skip(folder, names) if Path(folder) == source else [],
                     dirs_exist_ok=True)
 
-def finish_config(folder: Path, models: list, dtype: str):
-    "Make config.json state the dtype and the vocabulary size of the weights."
+def finish_config(folder: Path, dtype: str):
+    "Make config.json state the dtype of the weights."
     path = folder/"config.json"
-    if not path.is_file(): return
-    config = json_or_empty(path)
-    rows = [model.shape(name)[0] for model in models for name in model.files if name.endswith("embed_tokens.weight")]
-    if rows and "vocab_size" in config: config["vocab_size"] = max(rows)
-    if dtype:
-        config["dtype"] = dtype
-        config.pop("torch_dtype", None)
+    if not path.is_file() or not dtype: return
+    config = json_or_empty(path) | dict(dtype=dtype)
+    config.pop("torch_dtype", None)
     write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 # %% ../../nbs/release/01_merging.ipynb #62b10969
-def check_merge(models: list, out: str, method: str, missing: str, dtype: str):
+def check_merge(models: list, out: str, method: str, dtype: str):
     "ValueError where the arguments make no sense."
     if not 2 <= len(models) <= len(PLACES):
         raise ValueError(f"{len(models)} models; name two or more, {len(PLACES)} at most")
-    for name, value, choices in (("method", method, tuple(METHODS)), ("missing", missing, ("error", "copy")),
+    for name, value, choices in (("method", method, tuple(METHODS)),
                                  ("dtype", dtype, ("", "float32", "bfloat16", "float16"))):
         if value not in choices:
             raise ValueError(f"{name}={value!r}; choose one of {', '.join(filter(None, choices))}")
@@ -324,13 +287,12 @@ def merge_models(models: list,           # run folders or model folders, two or 
                  weights: list = (),     # one for each model, summing to 1; empty: all equal
                  method: str = "linear", # linear, or slerp (gritlm-re)
                  policy: dict = {},      # pattern of names -> method, place ("first"...) or list of weights
-                 missing: str = "error", # tensors or tokens that some models lack: error, or copy
                  dtype: str = "",        # of the result, such as bfloat16; empty: that of the first model
                  shard_bytes: int = 4*2**30, # the largest file, and about the memory it takes
                 ) -> dict:               # out, and what merge.json says
     "Merge models into a new folder; ValueError or FileNotFoundError says what does not fit, and how to fix it."
     models, out = [*map(os.path.expanduser, models)], os.path.expanduser(out)
-    check_merge(models, out, method, missing, dtype)
+    check_merge(models, out, method, dtype)
     weights, out = list(weights) or [1/len(models)]*len(models), Path(out)
     check_weights(weights, len(models), "weights")
     check_policy(policy, method, weights)
@@ -338,18 +300,17 @@ def merge_models(models: list,           # run folders or model folders, two or 
         opened = [Weights(model, stack) for model in models]
         folders = [model.folder for model in opened]
         check_use(folders)
-        check_tokenizers(folders, missing)
-        names = check_tensors(opened, missing)
+        check_tokenizers(folders)
+        names = check_tensors(opened)
         check_patterns(policy, names)
-        how = dict(policy=policy, method=method, weights=weights, dtype=dtype, lone=lone_tokens(folders))
+        how = dict(policy=policy, method=method, weights=weights, dtype=dtype)
         with new_folder(out) as part, saving(part, out.name):
-            copy_rest(max(folders, key=lambda folder: len(vocabulary(folder))), part)
+            copy_rest(folders[0], part)
             write_use(folders, part)
             size = write_shards(part, names, opened, how, shard_bytes)
             parts = [dict(model=str(model), content=content_at(str(folder)), weight=weight)
                      for model, folder, weight in zip(models, folders, weights)]
-            facts = dict(models=parts, method=method, policy=policy, missing=missing, dtype=dtype, tensors=len(names),
-                         bytes=size)
-            finish_config(part, opened, dtype)
+            facts = dict(models=parts, method=method, policy=policy, dtype=dtype, tensors=len(names), bytes=size)
+            finish_config(part, dtype)
             write_text(part/"merge.json", json.dumps(facts, indent=1) + "\n")
     return dict(out=str(out)) | facts

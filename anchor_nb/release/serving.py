@@ -75,7 +75,6 @@ class Ranker:
     name: str
     index: object        # a `search.Index`, which holds its embedder
     stages: list = ()    # from `training_stages`
-    rules: object = None # `DecodeRules` of its stage I; None: the default
     bm25: float = 0.0    # weight of BM25 beside the vectors
     usual: str = ""      # instruction where a question has none
     untrained: bool = False # training had no instructions
@@ -123,8 +122,8 @@ class Ranker:
     def written(self, query: str, instruction: str = "", tokens: int = 40) -> str:
         "The text that the model writes, greedily, from the embedding of a question alone."
         from anchor_nb.inference.decoding import decode_from_anchor
-        return plain(decode_from_anchor(self.index.embedder, query, self.asked(instruction), max_new_tokens=tokens,
-                                        rules=self.rules).text)
+        asked = self.asked(instruction)
+        return plain(decode_from_anchor(self.index.embedder, query, asked, max_new_tokens=tokens).text)
 
 # %% ../../nbs/release/06_serving.ipynb #db1b7b52
 EXAMPLES, LONGEST = 5, 80 # example questions, and the characters of one that fits on a button
@@ -379,7 +378,6 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
                 ) -> list:       # of `Ranker`
     "Load the models, and encode the corpus with each."
     from anchor_nb.inference.corpus_encoding import cut_of
-    from anchor_nb.inference.decoding import rules_of
     from anchor_nb.inference.search import bm25_weight, check_keep, check_weight, open_index, trained_instruction
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.loading import kept_recipe
@@ -398,8 +396,8 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
                              f"{names[0]}; start again")
         if weight: # not with the first question
             index.words = rankers[0].index.words if rankers and rankers[0].bm25 else Words(index.texts)
-        rankers.append(Ranker(name, index, training_stages(folder), rules_of(folder), weight,
-                              trained_instruction(folder), kept_recipe(folder).get("instructions") == "none"))
+        rankers.append(Ranker(name, index, training_stages(folder), weight, trained_instruction(folder),
+                              kept_recipe(folder).get("instructions") == "none"))
     return rankers
 
 # %% ../../nbs/release/06_serving.ipynb #9601874b

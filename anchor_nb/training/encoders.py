@@ -127,7 +127,7 @@ def tune_encoder(model: str,       # a sentence-transformers folder, hub id or s
     "Train an encoder on pairs and save the best average of it before and after; ValueError for too few pairs."
     if len(rows) < 8:
         raise ValueError(f"{len(rows)} pairs are too few to train on; give at least 8, better some hundreds")
-    began = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     rates = {} if rate else search_rate(model, rows, dev, batch=batch, max_length=max_length, seed=seed)
     encoder, judge = opened(model, max_length), evaluator_of(dev)
     before = weights_of(encoder)
@@ -139,8 +139,8 @@ def tune_encoder(model: str,       # a sentence-transformers folder, hub id or s
     facts = dict(model=str(model), pairs=len(rows), rates={f"{key:g}": value for key, value in rates.items()},
                  rate=rate or max(rates, key=rates.get), epochs=scores, shares=shares, share=share,
                  dev=shares[share], batch=batch,
-                 max_length=encoder.max_seq_length, seed=seed, seconds=round(time.perf_counter() - began[0], 1),
-                 cpu_seconds=round(time.process_time() - began[1], 1))
+                 max_length=encoder.max_seq_length, seed=seed, parameters=sum(part.numel() for part in encoder.parameters()),
+                 seconds=round(time.perf_counter() - began, 1))
     with new_folder(Path(out)) as folder, without_bars():
         encoder.save_pretrained(str(folder), create_model_card=False)
         write_text(folder/"training.json", json.dumps(facts, indent=1) + "\n")

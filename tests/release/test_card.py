@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from anchor_nb.release import card, hub
 from anchor_nb.runs.ledger import append_rows
-from anchor_nb.release.lineage import candidates, lineage, public_command
+from anchor_nb.release.lineage import candidates, lineage, public, public_command
 from anchor_nb.core.recipe import Stage1, Stage2
 from anchor_nb.runs.manifest import finish_run, start_run
 
@@ -115,22 +115,38 @@ def test_commands_of_a_card_are_complete(runs, exported):
     assert any("model=runs/stage1/model" in words for words in printed)
 
 
+def test_a_merge_is_repeated_as_it_was_made():
+    parts = [dict(model="runs/my base", weight=0.25), dict(model="runs/b", weight=0.75)]
+    merge = dict(models=parts, method="slerp", policy={"*norm*": [1, 0], "*": "first"}, dtype="bfloat16")
+    words = shlex.split(card.merge_command(merge, "runs/merged"))
+    assert words[:4] == ["anchor-nb", "merge", "runs/my base", "runs/b"]
+    given = list(zip(words[4::2], words[5::2], strict=True))
+    assert given == [("--out", "runs/merged"), ("--weight", "0.25"), ("--weight", "0.75"), ("--method", "slerp"),
+                     ("--dtype", "bfloat16"), ("--policy", "*norm*=[1, 0]"), ("--policy", "*=first")]
+
+
+def test_a_path_of_here_does_not_become_one_of_the_runs():
+    assert (public("./docs", Path()), public("/a/runs/x", Path("/a/runs"))) == ("docs", "runs/x")
+
+
 def test_secrets_of_the_environment_stay_out_of_a_card(runs, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "stage1-very-secret")
     assert "stage1-very-secret" not in card.model_card(runs/"anchor", name="somebody/stage1-very-secret")
 
 
-def test_a_base_that_another_run_has_replaced_is_followed_by_name_not_guessed(runs, tmp_path):
+@pytest.mark.parametrize("base", ["/gone/elsewhere/base", "gone/base"])
+def test_a_base_that_another_run_has_replaced_is_followed_by_name_not_guessed(runs, tmp_path, base):
     "A run whose base is gone ends the trail there, and the card does not invent one."
     folder = tmp_path/"alone"
     folder.mkdir()
     manifest = json.loads((runs/"anchor/run.json").read_text())
-    manifest["recipe"]["model"] = "/gone/elsewhere/base"
+    manifest["recipe"]["model"] = base
     (folder/"run.json").write_text(json.dumps(manifest))
     text = card.model_card(folder)
     data = ModelCard(text).data
     assert (data.get("base_model"), data.license, data.get("license_name")) == (None, "other", "unknown")
-    assert "/gone" not in text and "No score of this model is on record" in text
+    assert "/gone" not in text and "gone/" not in text.partition("## Reproduce")[0]
+    assert "No score of this model is on record" in text
 
 
 def test_a_run_in_the_home_folder_has_its_whole_card(runs, monkeypatch):
@@ -375,6 +391,12 @@ def test_what_adapt_knows_stays_with_a_model_that_is_exported_again(tmp_path):
         card.export_with_card(str(tmp_path/"delivered"), str(tmp_path/place))
         for text in ((tmp_path/place/"README.md").read_text(), card.model_card(str(tmp_path/place))):
             assert all(words in text for words in told.values()) and "as loaded by" not in text
+    assert Path("adapted.json") in hub.files_of(tmp_path/"again")[0], "or the card of a copy from the hub would lack it"
+    card.export_with_card(str(tmp_path/"again"), str(tmp_path/"mean"), pooling="mean")
+    card.export_with_card(str(tmp_path/"mean"), str(tmp_path/"mean again"))
+    for place in ("mean", "mean again"):
+        text = (tmp_path/place/"README.md").read_text()
+        assert "exported with pooling=mean" in text and "It has 90" not in text and "Tuned on 100 pairs" in text
     assert "vllm serve 'and again' " in (tmp_path/"and again/README.md").read_text()
 
 

@@ -120,16 +120,22 @@ def test_what_a_file_cannot_do_is_said_before_anything_is_loaded(exported, tmp_p
 
 def test_a_format_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     broken = [True, False]
-    def write(folder, file, precision):
-        file.write_text(precision)
-        if precision == "int8" and broken.pop(0):
-            raise ValueError("the disk is full")
+    def write(folder, out):
+        for precision in ("fp16", "int8", "int4"):
+            (out/ENGINE_FILES["gguf", precision]).write_text(precision)
+            if precision == "int8" and broken.pop(0):
+                raise ValueError("the disk is full")
     monkeypatch.setattr(formats, "check_formats", lambda names: None)
     monkeypatch.setattr(formats, "write_gguf", write)
     with pytest.raises(ValueError, match="the disk is full"): add_formats(tmp_path, ["gguf"])
     assert not [*tmp_path.iterdir()]
     assert add_formats(tmp_path, ["gguf"]) == {ENGINE_FILES["gguf", name]: 4 for name in ("fp16", "int8", "int4")}
     assert [path.name for path in tmp_path.iterdir()] == ["gguf"]
+
+
+def test_a_reason_stays_in_its_cell():
+    row = dict(engine="vLLM", version="", precision="fp32", reason="failed: ValueError: a | b\nand c")
+    assert as_table([row]).splitlines()[2:] == ["| vLLM | fp32 | not run: failed: ValueError: a \\| b and c |  |  |  |  |"]
 
 
 def test_int8_in_torch_stays_close():
