@@ -3,7 +3,9 @@ import json
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -101,6 +103,15 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert names.hub_has("nobody/has-this", seconds=0.1) is None and not over.is_set()
     over.set()
+
+
+@pytest.mark.parametrize("status, headers, there", [
+    (404, {"X-Error-Code": "RepoNotFound"}, False), (403, {"X-Error-Code": "GatedRepo"}, True),
+    (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, None)])
+def test_a_token_that_has_expired_says_nothing_of_the_model(status, headers, there, monkeypatch):
+    ask = lambda address, **_: httpx.Response(status, headers=headers, request=httpx.Request("GET", address))
+    monkeypatch.setattr("huggingface_hub.hf_api.get_session", lambda: SimpleNamespace(get=ask))
+    assert names.hub_has("nobody/has-this") is there
 
 
 def test_what_the_hub_says_counts(monkeypatch, here):
