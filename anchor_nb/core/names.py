@@ -79,14 +79,20 @@ KNOWN = set() # (name, kind) of repositories that are there
 # %% ../../nbs/core/08_names.ipynb #f6f97be0
 def ask_hub(name: str, kind: str, seconds: float, answers: list): # answers: receives True or False, or nothing
     "Ask the hub once for a repository."
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-    there = True
-    try: HfApi().repo_info(name, repo_type=kind, timeout=seconds)
-    except GatedRepoError: pass # one must first agree to its terms
-    except (HFValidationError, RepositoryNotFoundError): there = False
-    except Exception: return # no network, HF_HUB_OFFLINE, or a token that has expired
-    answers.append(there)
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import get_session, validate_repo_id
+    login = {"authorization": f"Bearer {token}"} if (token := get_token()) else {}
+    address = f"{constants.ENDPOINT}/api/{kind}s/{name}"
+    try:
+        validate_repo_id(name)
+        reply = get_session().get(address, headers=login, timeout=seconds)
+    except HFValidationError: answers.append(False)
+    except Exception: return # no network, or HF_HUB_OFFLINE
+    else:
+        there = {200: True, 403: True, 401: False, 404: False} # 403: one must first agree to its terms
+        refused = "Invalid credentials" in reply.headers.get("X-Error-Message", "") # a token that has expired
+        if reply.status_code in there and not refused: answers.append(there[reply.status_code])
 
 # %% ../../nbs/core/08_names.ipynb #ae14bd91
 IMPORTED = {} # name of a module -> its source when it was imported

@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -105,12 +104,11 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch):
     over.set()
 
 
-@pytest.mark.parametrize("status, headers, there", [
-    (404, {"X-Error-Code": "RepoNotFound"}, False), (403, {"X-Error-Code": "GatedRepo"}, True),
-    (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, None)])
-def test_a_token_that_has_expired_says_nothing_of_the_model(status, headers, there, monkeypatch):
-    ask = lambda address, **_: httpx.Response(status, headers=headers, request=httpx.Request("GET", address))
-    monkeypatch.setattr("huggingface_hub.hf_api.get_session", lambda: SimpleNamespace(get=ask))
+@pytest.mark.parametrize("headers, there", [
+    ({}, False), ({"X-Error-Message": "Invalid credentials in Authorization header"}, None)])
+def test_a_token_that_has_expired_says_nothing_of_the_model(headers, there, monkeypatch):
+    reply = SimpleNamespace(status_code=401, headers=headers)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(get=lambda *_, **__: reply))
     assert names.hub_has("nobody/has-this") is there
 
 
