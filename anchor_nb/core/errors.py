@@ -10,8 +10,11 @@ import builtins
 import errno
 import os
 import re
+import signal
 import tempfile
+import threading
 import traceback
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +29,18 @@ def exit_code(error: BaseException) -> int: # 1 failed, 130 stopped by Ctrl-C, 1
     "The exit code of a command that ended with this error."
     if isinstance(error, KeyboardInterrupt) or getattr(error, "stopped", False) and "SIGINT" in str(error): return 130
     return 143 if getattr(error, "stopped", False) else 1
+
+# %% ../../nbs/core/05_errors.ipynb #b7b81193
+@contextmanager
+def handled(handler, *numbers: int): # -> a function that restores the former handlers at once
+    "A block in which a handler gets these signals, in the main thread; no other thread can set one."
+    before = {}
+    def restore():
+        for number, former in before.items(): signal.signal(number, former or signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers: before[number] = signal.signal(number, handler)
+    try: yield restore
+    finally: restore()
 
 # %% ../../nbs/core/05_errors.ipynb #89d146ee
 EXPECTED = (ValueError, OSError, RuntimeError, ImportError, EOFError, KeyboardInterrupt)

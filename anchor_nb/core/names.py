@@ -86,12 +86,13 @@ def ask_hub(name: str, kind: str, seconds: float, answers: list): # answers: rec
     address = f"{constants.ENDPOINT}/api/{kind}s/{name}"
     try:
         validate_repo_id(name)
-        status = get_session().get(address, headers=login, timeout=seconds).status_code
+        reply = get_session().get(address, headers=login, timeout=seconds)
     except HFValidationError: answers.append(False)
     except Exception: return # no network, or HF_HUB_OFFLINE
     else:
         there = {200: True, 403: True, 401: False, 404: False} # 403: one must first agree to its terms
-        if status in there: answers.append(there[status])
+        refused = "Invalid credentials" in reply.headers.get("X-Error-Message", "") # a token that has expired
+        if reply.status_code in there and not refused: answers.append(there[reply.status_code])
 
 # %% ../../nbs/core/08_names.ipynb #ae14bd91
 IMPORTED = {} # name of a module -> its source when it was imported

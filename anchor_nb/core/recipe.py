@@ -53,8 +53,6 @@ def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?,
             (recipe.keep_every > 0 and (not recipe.save_steps or recipe.keep_every % recipe.save_steps > 0),
              f"keep_every={recipe.keep_every} must be a multiple of save_steps={recipe.save_steps}; there is no "
              "checkpoint to keep at other steps"),
-            (recipe.warmup_steps < -1, f"warmup_steps must be at least -1, it is {recipe.warmup_steps}"),
-            (recipe.workers < -1, f"workers must be at least -1, it is {recipe.workers}"),
             (recipe.steps > 0 and recipe.epochs > 0,
              f"steps={recipe.steps} and epochs={recipe.epochs:g} both say how long; set one of them to 0"),
             (0 < recipe.schedule_steps < recipe.steps,
@@ -109,7 +107,7 @@ class Training(Recipe):
                                   "LLaMA2Vec's code: 8 a prompt", group="pooling", bound=">=0")
     warmup_steps: int = setting(-1, "steps of linear warm-up; -1: by preset, fewer in proportion in shorter runs",
                                 "paper: 300 in stage I; authors' code: 300 in stage II too; laptop: a tenth",
-                                group="optimizer")
+                                group="optimizer", bound=">=-1")
     schedule: str = setting("linear", "how the learning rate falls after warm-up", "authors' code: linear decay",
                             ("linear", "cosine", "constant"), group="optimizer")
     schedule_steps: int = setting(0, "step at which the schedule ends; 0: the last step",
@@ -135,7 +133,7 @@ class Training(Recipe):
     compile: bool = setting(False, "compile the decoder layers with torch.compile",
                             "ours: 3 % faster steps on a CPU; not measured on a GPU", how=True)
     workers: int = setting(-1, "processes that tokenize ahead; 0: none; -1: 2 with a GPU, else 0",
-                           "ours", how=True)
+                           "ours", how=True, bound=">=-1")
     save_steps: int = setting(200, "steps between checkpoints; 0: only when the run is told to stop",
                               "authors' code: 200", how=True, bound=">=0")
     keep_last: int = setting(2, "newest checkpoints kept; two, in case one is damaged", "ours", how=True, bound=">0")
@@ -206,7 +204,7 @@ class Stage1(Training):
     carry_steps: int = setting(500, "steps between measurements of what anchors carry; 0: only at the end",
                                "ours", group="anchor", bound=">=0")
     carry_pairs: int = setting(64, "pairs to measure that on, never drawn in training; 0: not measured",
-                               "ours", group="anchor", bound=">=0")
+                               "ours", group="anchor", bound="0 or >=2")
     held_out: int = setting(0, "pairs kept out of training to measure it; 0: none, if some go undrawn",
                             "ours", group="anchor", bound=">=0")
     until_carried: float = setting(0.0, "stop once anchors carry this many nats a text in each direction; "
@@ -237,7 +235,6 @@ class Stage1(Training):
             (self.anchor_scale != 1 and not anchored, "anchor_scale needs the objective anchor"),
             (not self.anchor_norm and not anchored, "anchor_norm=false needs the objective anchor"),
             (self.anchor_sink and not anchored, "anchor_sink needs the objective anchor"),
-            (self.carry_pairs == 1, "carry_pairs=1; give 0, or at least 2: another anchor comes from another pair"),
             (self.until_carried > 0 and not (self.carry_pairs and self.carry_steps and anchored),
              "until_carried needs the objective anchor, carry_pairs and carry_steps"),
             (self.word_dropout and not {"anchor", "lm"} & set(names), "word_dropout needs the objective anchor or lm"),
@@ -338,7 +335,8 @@ class Mine(Recipe):
     corpus: str = setting("", "further texts to choose negatives from; empty: the dataset's own positives alone",
                           "ours: as `anchor-nb encode` reads them", reads="files", group="first")
     out: str = setting("runs/mined", "folder for the new pairs, the vectors and the report", how=True, group="first")
-    negatives: int = setting(3, "hard negatives for each row", "gritlm-re: 1 positive and 3 negatives", group="first")
+    negatives: int = setting(3, "hard negatives for each row", "gritlm-re: 1 positive and 3 negatives", group="first",
+                             bound=">0")
     instructions: str = setting("paper", "paper (a row's own, else table 6), corpora, none, a YAML file, or the "
                                 "instruction itself", "as in training", reads="instructions", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
@@ -371,8 +369,6 @@ class Mine(Recipe):
 
     def problems(self):
         return [(not self.data, "data is empty; name a folder of pairs"),
-                (not self.out, "out is empty; name a folder for the new pairs"),
-                (self.negatives < 1, f"negatives must be at least 1, it is {self.negatives}"),
                 (self.last_rank < self.first_rank + self.negatives,
                  f"last_rank={self.last_rank} leaves fewer than negatives={self.negatives} ranks after "
                  f"first_rank={self.first_rank}; raise last_rank"),
@@ -385,6 +381,7 @@ class Mine(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Recipe):
     "Score models and their snapshots on benchmarks and tasks of mteb, into the ledger."
+    fixed = dict(rerank_documents_instructed=False)
     models: dict = setting({}, "label: folder, hub id or name; a list for several seeds; or options",
                            "figure 3: untrained, stage I, stage II, both", reads="run", group="first")
     benchmark: str = setting("", "a benchmark by name, such as local, paper15, paper56 or beir14",
@@ -405,10 +402,8 @@ class Evaluate(Recipe):
     seed: int = setting(0, "seed of the choice of queries and documents", "ours")
     columns: dict = setting({}, "where a set's text, title, id and query are, such as {text: inhalt, query: frage}",
                             "ours")
-    rerank_documents_instructed: bool = setting(False, "in reranking tasks documents get the instruction too",
-                                                "authors: queries only; GritLM, LLM2Vec: both")
     reconstruction: int = setting(0, "pairs of each task on which decoding from embeddings is measured; 0: none",
-                                  "ours; needs pip install anchor_nb[generation]")
+                                  "ours; needs pip install anchor_nb[generation]", bound="0 or >=2")
     data_root: str = setting("", "folder with local copies of hub datasets, as owner/name; empty: none", how=True,
                              reads="files")
     devices: list = setting([], "such as cuda:0 and cuda:1; all: every GPU; empty: one if there is any, else the CPU",
@@ -425,11 +420,7 @@ class Evaluate(Recipe):
                 (not self.models and not self.yardsticks,
                  "models and yardsticks are empty; name a model as {label: folder}"),
                 (not set(map(str, self.yardsticks)) <= {"bm25", "minilm"},
-                 f"yardsticks={self.yardsticks} may hold bm25 and minilm; name other models in models"),
-                (not self.out, "out is empty; name the folder of the ledger"),
-                (self.reconstruction < 0 or self.reconstruction == 1,
-                 f"reconstruction={self.reconstruction}; give 0, or at least 2, since a wrong embedding comes from "
-                 "another pair")]
+                 f"yardsticks={self.yardsticks} may hold bm25 and minilm; name other models in models")]
 
 # %% ../../nbs/core/01_recipe.ipynb #1c58e618
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +444,8 @@ class Analyse(Recipe):
                           "HRSA: tokens; pooled is what an embedder gives", ("pooled", "tokens"))
     pooling: str = setting("", "how states become a vector; empty: what the checkpoint says, else eos", "paper: eos")
     instruction: str = setting("", "put before queries, in the geometry of pairs", "ours")
-    layers: int = setting(16, "most layers to compare, first and last included; 0: all", "ours; HRSA takes all")
+    layers: int = setting(16, "most layers to compare, first and last included; 0: all", "ours; HRSA takes all",
+                          bound="0 or >=2")
     neighbours: list = setting([5, 10, 50], "sizes of the neighbourhoods", "HRSA: 5, 10, 50")
     snapshots: bool = setting(True, "geometry of the snapshots of stage II too", "ours")
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU",
@@ -463,8 +455,6 @@ class Analyse(Recipe):
         sizes = self.neighbours
         return [(not self.data, "data is empty; name a folder or file of rows with query and positive, or with text"),
                 (not self.a or not self.b, "a or b is empty; name two models"),
-                (not self.out, "out is empty; name the folder of the results"),
-                (self.layers < 0 or self.layers == 1, f"layers={self.layers}; give 0 for all, or at least 2"),
                 (len(self.text_fields) > 2, f"text_fields={self.text_fields}; give one field, or two"),
                 (not sizes or not all(isinstance(size, int) and size > 0 for size in sizes),
                  f"neighbours={sizes}; give whole numbers over 0")]
@@ -512,8 +502,7 @@ class Adapt(Recipe):
                                      "ours", group="texts")
 
     def problems(self):
-        return [(not self.out, "out is empty; name a folder for the model and the verdict"),
-                (not self.base.strip(", "), "base is empty; give auto, or the names of models")]
+        return [(not self.base.strip(", "), "base is empty; give auto, or the names of models")]
 
 # %% ../../nbs/core/01_recipe.ipynb #bbea9404
 RECIPES = {cls.__name__.lower(): cls for cls in (Prepare, Mine, Stage1, Stage2, Evaluate, Analyse, Report, Adapt)}

@@ -21,6 +21,8 @@ GROUPS = dict(first="What you change first", method="The method", texts="How tex
 # what a value refers to, if its content decides the outcome: nothing; a model; one with snapshots; files; a YAML file
 READS = ("", "model", "run", "files", "instructions", "code")
 BOUNDS = {">0": (lambda value: value > 0, "must be over 0"), ">=0": (lambda value: value >= 0, "must not be negative"),
+          ">=-1": (lambda value: value >= -1, "must be at least -1"),
+          "0 or >=2": (lambda value: value == 0 or value >= 2, "must be 0, or at least 2"),
           "(0,1]": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
           "[0,1)": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),
           "[0,2**32)": (lambda value: 0 <= value < 2**32, "must lie between 0 and 2**32 - 1"),
@@ -70,8 +72,8 @@ KINDS = {int: ("not a whole number", "8"), float: ("not a number", "1e-4"), str:
 def by_equals(name: str, text: str) -> dict | None: # None: it is written in another way
     "A mapping as one types it in a hurry: query=frage,positive=antwort."
     pairs = [part.partition("=") for part in text.split(",")]
-    if not all(equals and key.strip() and not set(key + value) & set("{}[]") for key, equals, value in pairs):
-        return None
+    if not all(equals and key.strip() and ": " not in key and not set(key + value) & set("{}[]")
+               for key, equals, value in pairs): return None
     return {key.strip(): from_yaml(name, value.strip()) for key, _, value in pairs}
 
 # %% ../../nbs/core/00_settings.ipynb #39c36944
@@ -111,6 +113,7 @@ class Recipe:
 
     def out_of_bounds(self):
         "A message for each value outside its field's bounds."
+        if getattr(self, "out", "-") == "": yield "out is empty; name a folder, such as out=runs/mine"
         for f in fields(self):
             holds, words = BOUNDS.get(f.metadata["bound"], (None, ""))
             value = getattr(self, f.name)
@@ -144,7 +147,7 @@ def nearest(cls: type, name: str) -> str: # cls: a recipe; empty where no name i
     plain = name.strip("-").replace("-", "_").lower()
     others = {alias: ours for alias, ours in ALIASES.items() if ours in known}
     if plain in others: return others[plain]
-    parts = [ours for ours in known if len(plain) > 2 and (plain in ours or ours in plain)]
+    parts = [ours for ours in known if min(len(plain), len(ours)) > 2 and (plain in ours or ours in plain)]
     close = difflib.get_close_matches(plain, [*known, *others], 1, 0.7) or parts or [""]
     return others.get(close[0], close[0])
 

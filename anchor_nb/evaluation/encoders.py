@@ -258,7 +258,6 @@ def digest(parts: dict) -> str: # 16 hexadecimal digits
 def revision(candidate: Candidate,
              max_length: int = 0,       # tokens of one text; 0: what the checkpoint says
              instructions: str = "",    # what identifies the table of instructions
-             rerank_documents_instructed: bool = False,
              devices: list = (),        # where it computes, which decides the dtype
             ) -> str:                   # 16 hexadecimal digits; for BM25 its version
     "The identity of a candidate's vectors."
@@ -266,7 +265,7 @@ def revision(candidate: Candidate,
     words = f"bm25s {version('bm25s')}, PyStemmer {version('PyStemmer')}, scoring {ENGINE['scoring']}"
     if candidate.library == "bm25": return words
     parts = system(candidate, devices) | dict(max_length=max_length, instructions=instructions,
-                                              rerank=rerank_documents_instructed)
+                                              rerank=False) # once a setting; the same hashes as then
     return digest(parts | (dict(words=words) if candidate.bm25 else {}))
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #f5810ec6
@@ -316,15 +315,12 @@ class Encoder:
     def __init__(self,
                  embed,                   # (texts, instruction, mteb's task metadata and PromptType) -> [texts, hidden]
                  mteb_model_meta,         # from `meta`
-                 instructions: dict = {}, # task -> instruction
-                 rerank_documents_instructed: bool = False):
+                 instructions: dict = {}): # task -> instruction
         self.embed, self.mteb_model_meta, self.instructions = embed, mteb_model_meta, instructions
-        self.rerank_documents_instructed = rerank_documents_instructed
 
     def instruction(self, task, side) -> str:
         "What goes before the texts of one side of a task."
-        reranked = self.rerank_documents_instructed and "Reranking" in task.type
-        if side is not None and side.value == "document" and not reranked: return ""
+        if side is not None and side.value == "document": return ""
         return self.instructions.get(task.name, "")
 
     def encode(self, inputs, *, task_metadata, hf_split="", hf_subset="", prompt_type=None, **kwargs):
@@ -424,12 +420,12 @@ def load(candidate: Candidate,
          max_length: int = 0,     # tokens of one text; 0: what the checkpoint says
          micro_tokens: int = 0,   # tokens of one packed batch; 0: what the embedder chooses
          devices: list = (),      # such as cuda:0, cuda:1, or all; none: the first GPU or the CPU
-         **how):                  # instructions and rerank_documents_instructed, for `Encoder`
+         instructions: dict = {}): # task -> instruction
     "A candidate, ready for mteb."
     if candidate.library == "bm25":
         import mteb
         return mteb.get_model(BM25)
     loader = load_anchor if candidate.library == "anchor_nb" else load_sentence_transformer
     embed, facts = loader(candidate, max_length, micro_tokens, places(devices))
-    encoder = Encoder(embed, meta(candidate, revision, **facts), **how)
+    encoder = Encoder(embed, meta(candidate, revision, **facts), instructions)
     return beside_bm25(encoder, candidate.bm25) if candidate.bm25 else encoder

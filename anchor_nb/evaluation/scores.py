@@ -58,8 +58,7 @@ class Job:
 
 def model_of(candidate: Candidate, settings, instructions_id: str) -> str: # settings: an `Evaluate` recipe
     "The revision of a candidate under the settings of an evaluation."
-    return revision(candidate, settings.max_length, instructions_id, settings.rerank_documents_instructed,
-                    settings.devices)
+    return revision(candidate, settings.max_length, instructions_id, settings.devices)
 
 def can_do(candidate: Candidate, task) -> bool:
     "Whether a candidate can be scored on a task at all."
@@ -145,7 +144,7 @@ def score_all(jobs: list,          # from `waiting`
         who, encoder, reason = f"{job.candidate.label}, step {job.candidate.step}", None, ""
         try:
             encoder = load(job.candidate, job.model, settings.max_length, settings.micro_tokens, settings.devices,
-                           instructions=instructions, rerank_documents_instructed=settings.rerank_documents_instructed)
+                           instructions)
         except Exception as error: reason = f"{type(error).__name__}: {error}"
         for task in job.tasks:
             try:

@@ -92,23 +92,13 @@ def _line_figure(title: str, height: float, draw):
         else: _not_run(axes)
         return _finish(figure)
 
-# %% ../../nbs/experiments/03_figures.ipynb #8baebd0d
-def smooth(values,       # one per step
-           sigma: float, # width of the Gaussian in steps; 0: unchanged
-          ) -> np.ndarray:
-    "Gaussian smoothing whose weights sum to 1 at the ends too."
-    from scipy.ndimage import gaussian_filter1d
-    values = np.asarray(values, dtype=float)
-    if sigma <= 0: return values
-    blurred = lambda numbers: gaussian_filter1d(numbers, sigma, mode="constant", radius=int(4 * sigma) + 1)
-    return blurred(values) / blurred(np.ones(len(values)))
-
 # %% ../../nbs/experiments/03_figures.ipynb #d72c7038
 def _curve(axes, rows, value: str, name: str, colour: str, gid: str) -> tuple: # the end, for its label
     "Draw one value over the steps: every step faint, the smoothed curve bold."
+    from scipy.ndimage import gaussian_filter1d
     rows = sorted((row for row in rows if value in row), key=lambda row: row["step"])
     steps, values = [row["step"] for row in rows], [row[value] for row in rows]
-    curve, size = smooth(values, len(rows) / 50), 2 if len(rows) < 100 else 0
+    curve, size = gaussian_filter1d(np.asarray(values, float), len(rows)/50), 2 if len(rows) < 100 else 0
     axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35, marker="o", markersize=size, gid=gid)
     axes.plot(steps, curve, color=colour, linewidth=2, gid=gid + " smoothed")
     return f"{name}  {curve[-1]:.2f}", curve[-1], colour

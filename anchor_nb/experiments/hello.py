@@ -50,16 +50,15 @@ QUESTIONS = ("How can I train with less memory?", "What happens when a run is ki
              "Show my results on a web page")
 
 def first_look(models: dict,       # label -> run folder, model folder, hub id or short name
-               questions: list = QUESTIONS,
                show_progress_bar: bool = False,
               ) -> dict:           # passages, questions, and for each label the cosines [questions, passages]
     "The documentation ranked for each question by each model."
     passages = [f"{name}: {text}" for name, text in documentation().items()]
     indexes = {label: Index(AnchorEmbedder.from_pretrained(model, max_length=64), passages,
                             show_progress_bar=show_progress_bar) for label, model in models.items()}
-    cosines = {label: np.asarray(index.embedder.encode_query(list(questions))) @ np.asarray(index.vectors).T
+    cosines = {label: np.asarray(index.embedder.encode_query(list(QUESTIONS))) @ np.asarray(index.vectors).T
                for label, index in indexes.items()}
-    return dict(passages=passages, questions=list(questions), cosines=cosines)
+    return dict(passages=passages, questions=list(QUESTIONS), cosines=cosines)
 
 # %% ../../nbs/experiments/08_hello.ipynb #122bd2e0
 def best(look: dict, label: str, k: int) -> list: # for each question the numbers of `k` passages, best first

@@ -83,10 +83,6 @@ def move_weights(lm, seed: int):
     for weight in lm.parameters():
         weight.mul_(1 + (2*torch.rand(weight.shape, generator=random, device=lm.device) - 1)*2**-9)
 
-def make_step(resolved: Resolved, budget: int): # budget: tokens of a piece
-    "The step of a stage."
-    return STEPS[resolved.stage](resolved.recipe, resolved.formatter, budget)
-
 # %% ../../nbs/experiments/10_parity.ipynb #96d01474
 def naive_gradient(recipe: Training, examples: list,
                    precision: str = "fp32", # bf16: products in bf16 over fp32 weights
@@ -100,7 +96,8 @@ def naive_gradient(recipe: Training, examples: list,
     if moved: move_weights(lm, moved)
     of_stage = naive_stage2 if resolved.stage == "stage2" else naive_stage1
     with torch.autocast(lm.device.type, torch.bfloat16, enabled=wants_autocast(precision)):
-        loss = of_stage(lm, make_step(resolved, 10**9), examples, recipe)
+        step = STEPS[resolved.stage](resolved.recipe, resolved.formatter, 10**9)
+        loss = of_stage(lm, step, examples, recipe)
     loss.backward()
     return loss.item(), gradients(lm)
 
@@ -112,7 +109,7 @@ def packed_gradient(recipe: Training, examples: list) -> tuple: # (loss, name ->
     if wants_autocast(recipe.precision):
         for part in (module, module.lm, module.lm.base_model):
             part.forward = torch.autocast(device.type, torch.bfloat16)(part.forward)
-    step = make_step(resolved, recipe.micro_tokens or 10**9)
+    step = STEPS[resolved.stage](resolved.recipe, resolved.formatter, recipe.micro_tokens or 10**9)
     facts = step.run(module, step.prepare(examples), torch.Tensor.backward, lambda last: nullcontext(), device)
     return float(facts["loss"]), gradients(module.lm)
 

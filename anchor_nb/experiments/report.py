@@ -7,7 +7,6 @@ __all__ = ['comparison_table', 'read_manifests', 'run_facts', 'runs_table', 'can
 
 # %% ../../nbs/experiments/05_report.ipynb #d8950605
 import html
-import json
 import shlex
 from pathlib import Path
 from statistics import fmean
@@ -17,12 +16,13 @@ from ..evaluation.comparison import evaluation_behind, shown_name
 from ..evaluation.encoders import YARDSTICKS, is_yardstick
 from .figures import (PAPER_MODELS, PAPER_NAMES, finals, interval, metric_of, points, system)
 from ..core.recipe import paper
+from ..runs.ledger import read_json
 from ..evaluation.tables import by_seed, comparable, compared, expected_vs_obtained, last_steps, over_tasks
 
 # %% ../../nbs/experiments/05_report.ipynb #6b9b4433
-def per_cent(value: float, interval=None, sign: str = "") -> str: # value in [-1, 1]
+def per_cent(value: float, interval=None) -> str: # value in [-1, 1]
     "A score in per cent, with its interval where there is one."
-    show = lambda number: f"{100 * number:{sign}.1f}".replace("-", "−")
+    show = lambda number: f"{100 * number:.1f}".replace("-", "−")
     return f"{show(value)} [{show(interval.low)}, {show(interval.high)}]" if interval else show(value)
 
 # %% ../../nbs/experiments/05_report.ipynb #0e0568b1
@@ -53,29 +53,16 @@ def difference_at(ledger: list, per_query: dict,
                   first: tuple, second: tuple, # label and step of each
                   task: str):                  # of `points`; -> Interval of first minus second, or None
     "A difference with its interval, where there is something to make one from."
-    shown, kept = points(ledger), per_query or {}
-    sides = [shown.get((*who, task), {}) for who in (first, second)]
-    interval = compared(*sides, [kept.get((*who, task)) for who in (first, second)])
-    if interval or not all(sides): return interval
-    rows = comparable(ledger)
-    single = [by_seed([row for row in rows if (row["label"], row["step"]) == who]) for who in (first, second)]
-    return over_tasks(*single, list(single[0])) if task not in single[0] else None
+    rows, kept = comparable(ledger), per_query or {}
+    sides = [by_seed([row for row in rows if (row["label"], row["step"]) == who]) for who in (first, second)]
+    if task.startswith("mean of "): return over_tasks(*sides, list(sides[0]))
+    return compared(*(side.get(task, {}) for side in sides), [kept.get((*who, task)) for who in (first, second)])
 
 def difference(ledger: list, per_query: dict, first: str, second: str, task: str): # -> Interval, or None
     "The difference at the last steps of two systems."
     last = finals(ledger)
     if not {(first, task), (second, task)} <= last.keys(): return None
     return difference_at(ledger, per_query, *[(label, last[label, task][0]) for label in (first, second)], task)
-
-# %% ../../nbs/experiments/05_report.ipynb #3d56f4b8
-def differences(ledger: list, per_query: dict): # -> DataFrame of text
-    "Paired differences in points, with 95 % intervals."
-    import pandas as pd
-    def shown(pair, task):
-        interval = difference(ledger, per_query, *pair, task)
-        return per_cent(interval.mean, interval, "+") if interval else "not run"
-    table = {task: [shown(pair, task) for pair in PAIRS] for task in sorted({task for _, task in finals(ledger)})}
-    return pd.DataFrame(table, index=[f"{system(first)[0]} − {system(second)[0]}" for first, second in PAIRS])
 
 # %% ../../nbs/experiments/05_report.ipynb #05f520cc
 def beside_the_paper(ledger: list,  # rows
@@ -90,11 +77,7 @@ def beside_the_paper(ledger: list,  # rows
 # %% ../../nbs/experiments/05_report.ipynb #31ba4bbd
 def read_manifests(folder: Path) -> dict: # of a pipeline -> name of the run's folder -> manifest, in order of time
     "The manifests of all runs in a pipeline's folder; ValueError names a broken file."
-    manifests = {}
-    for path in sorted(Path(folder).glob("*/run.json")):
-        try: manifests[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error}); remove the folder and run the stage again") from None
+    manifests = {path.parent.name: read_json(path) for path in sorted(Path(folder).glob("*/run.json"))}
     return dict(sorted(manifests.items(), key=lambda item: str((item[1].get("starts") or [""])[0])))
 
 # %% ../../nbs/experiments/05_report.ipynb #5b7076d0
@@ -138,8 +121,7 @@ def data_table(manifests: dict): # label -> manifest; -> DataFrame, a row for ea
     "Which data each run has read."
     import pandas as pd
     rows = [(label, Path(path).name, facts.get("rows", "–"), str(facts.get("sha256", "–"))[:12])
-            for label, manifest in manifests.items() for path, facts in (manifest.get("data") or {}).items()
-            if isinstance(facts, dict)]
+            for label, manifest in manifests.items() for path, facts in (manifest.get("data") or {}).items()]
     return pd.DataFrame(rows, columns=["run", "data", "rows", "sha256"]).set_index("run").rename_axis(None)
 
 # %% ../../nbs/experiments/05_report.ipynb #4224ac3b

@@ -15,10 +15,9 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 from contextlib import contextmanager
 from pathlib import Path
-from ..core.errors import Stopped, split_fix, without_class
+from ..core.errors import handled, Stopped, split_fix, without_class
 from ..runs.launch import environment
 from ..runs.ledger import read_json, write_json, write_text
 from ..runs.provenance import package_folder
@@ -129,13 +128,7 @@ def handing_on(*numbers: int): # -> a list of the signals that came
             raise Stopped(f"stopped by {signal.Signals(number).name} before the notebook's kernel had started; run the "
                           "same command to resume")
         for child in children: child.send_signal(number)
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    before = {number: signal.signal(number, hand_on) for number in numbers}
-    try: yield came
-    finally:
-        for number, handler in before.items(): signal.signal(number, handler or signal.SIG_DFL)
+    with handled(hand_on, *numbers): yield came
 
 # %% ../../nbs/experiments/00_stages.ipynb #a5fb848f
 WARNING = re.compile(r"^(\S+):\d+: \w*Warning: (.*)\n(?: .*\n)?", re.M) # as Python prints it, with the line of code
@@ -186,7 +179,7 @@ def finished(folder: Path, stage: str) -> bytes: # its content; empty where noth
     path = Path(folder)/("summary.json" if stage == "evaluate" else "run.json")
     if not path.is_file(): return b""
     record = read_json(path)
-    if stage == "evaluate": whole = not record["failed"] and not (Path(folder)/"evaluate.failed.ipynb").exists()
+    if stage == "evaluate": whole = record.get("failed") == [] and not (Path(folder)/"evaluate.failed.ipynb").exists()
     else:
         whole = record["stage"] == stage and record.get("notebook", "complete") == "complete"
         whole = whole and is_complete(folder, record) and not edited(folder, record)
@@ -230,7 +223,7 @@ QUIET = dict(HF_DATASETS_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_PROGRESS_BARS
              TRANSFORMERS_VERBOSITY="error", TRANSFORMERS_NO_ADVISORY_WARNINGS="1", PYDEVD_DISABLE_FILE_VALIDATION="1",
              PYTHONWARNINGS="ignore:IProgress not found,ignore::FutureWarning,ignore::DeprecationWarning")
 
-def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: bool, timeout: float, secrets: list):
+def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: bool, secrets: list):
     "Have papermill run `notebook` in the current folder and write what will be `output`, without secrets, to `draft`."
     from papermill import execute_notebook
     from papermill.iorw import papermill_io
@@ -240,14 +233,20 @@ def execute(notebook: Path, output: Path, draft: Draft, parameters: dict, log: b
     papermill_io.register(str(output), draft)
     with environment(**{name: os.environ.get(name, value) for name, value in usual.items()}):
         execute_notebook(str(notebook), str(output), parameters=parameters, kernel_name="python3", progress_bar=False,
-                         cwd=os.getcwd(), start_timeout=180, execution_timeout=timeout, coalesce_streams=True,
+                         cwd=os.getcwd(), start_timeout=180, coalesce_streams=True,
                          extra_arguments=quiet, **streams)
 
 # %% ../../nbs/experiments/00_stages.ipynb #eab4a70c
+# stage -> a file of the other stage that writes summary.json, and what that has made
+BESIDE = dict(evaluate=("geometry.json", "analysis"), analyse=("evaluations.jsonl", "evaluation"))
+
 def check_out(stage: str, values: dict, folder: Path): # values: all parameters
     "ValueError if a run folder holds another run, FileNotFoundError for a report on nothing; reads no data."
     if stage == "report" and not folder.is_dir():
         raise FileNotFoundError(f"out={str(folder)!r} is no folder; name the folder of ledger.jsonl or of run folders")
+    mark, other = BESIDE.get(stage, ("", ""))
+    if mark and (folder/mark).is_file():
+        raise ValueError(f"{folder} holds an {other}, whose summary.json would be lost; give another out")
     if stage not in RECIPES or stage in ("evaluate", "report") or not (folder/"run.json").is_file(): return
     if is_untrained(folder, manifest := read_manifest(folder)): return
     recipe = RECIPES[stage](**values)
@@ -261,13 +260,9 @@ def check_out(stage: str, values: dict, folder: Path): # values: all parameters
 
 def check_models(stage: str, values: dict):
     "FileNotFoundError or ValueError for the name of a model that nothing can stand for."
-    known = ("", *MODELS, *BUILT_MODELS)
+    known = ("", *MODELS, *BUILT_MODELS, *["bm25"]*(stage == "mine"))
     for name in ("model", "a", "b", "again", "guide") if stage in RECIPES else ():
-        model = values.get(name, "")
-        if model == "bm25" and stage != "mine":
-            raise ValueError(f"{name}=bm25 cannot be: it ranks by words and makes no vectors; name a model, such as "
-                             "smollm2-135m")
-        if model not in (*known, "bm25"): resolve_model(model)
+        if (model := values.get(name, "")) not in known: resolve_model(model)
 
 def check_said(stage: str, values: dict, made: list = ()): # made: folders where other stages will write
     "FileNotFoundError or ValueError for models that an evaluation cannot find, instructions and local copies."
@@ -333,8 +328,7 @@ def placed(notebook: Path, values: dict) -> Path: # values: its parameters, chec
     return Path(values.get("out", declared(notebook).get("out", (str, ""))[1]) or f"runs/{notebook.stem}")
 
 # %% ../../nbs/experiments/00_stages.ipynb #0136d182
-def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None, log: bool = True,
-              timeout: float | None = None) -> Path:
+def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None, log: bool = True) -> Path:
     """Execute a stage's notebook with strict parameters.
 
     Args:
@@ -342,7 +336,6 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
         parameters: what differs from the notebook's own values, such as dict(data="pairs.jsonl", out="runs/mine").
         output: the executed notebook. None: in the run folder.
         log: show what the cells print.
-        timeout: seconds that one cell may take. None: no limit.
 
     Returns:
         The executed notebook.
@@ -366,7 +359,7 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
         if log: announce(f"{stage}: starting, in", folder)
         begun, record = now(), Record(output, folder, stage)
         try:
-            execute(notebook, output, Draft(secrets, record.draft, signals), values, log, timeout, secrets)
+            execute(notebook, output, Draft(secrets, record.draft, signals), values, log, secrets)
             if (injected := seen(record.draft)) != without_secrets(values, secrets):
                 raise ValueError(f"the notebook saw the parameters {injected}, not {values}")
         except Exception as error:

@@ -14,13 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.errors import Stopped
+from ..core.errors import handled, Stopped
 from ..runs.identity import hashed_out, input_hashes, inputs_of, settings_of
 from ..runs.manifest import read_manifest
 from ..data.tables import content_hash, find_sources
@@ -67,10 +66,9 @@ def read_sweep(name) -> dict: # a path, a name, or what such a file would hold -
     "A sweep from its file; ValueError names file, field and fix."
     if isinstance(name, dict): return checked_sweep(name, "sweep")
     sweep = read_yaml(path := sweep_file(name))
-    if not sweep:
-        raise ValueError(f"{path} is empty; write what varies, such as grid: {{stage2.temperature: [0.02, 0.05]}}")
-    if not isinstance(sweep, dict):
-        raise ValueError(f"{path}: write fields such as preset, base, arms and grid, this is {type(sweep).__name__}")
+    if not sweep or not isinstance(sweep, dict):
+        raise ValueError(f"{path} has no fields; write preset, base, arms or grid, such as grid: "
+                         "{stage2.temperature: [0.02, 0.05]}")
     return checked_sweep(sweep, str(path))
 
 def checked_sweep(sweep: dict, where: str) -> dict: # all of `KEYS`
@@ -182,18 +180,14 @@ def settings_for(sweep: dict, arm: Arm, stage: str, **wired) -> dict: # paramete
 def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `Node`, in order
     "The nodes that an arm needs, added to `nodes`."
     first = methods().get(arm.preset, {}).get("stages", TRAINING)[0] # of the preset, whose model it starts from
-    if not arm.stages and "stage2.model" in sweep["base"]:
-        raise ValueError(f"arm {arm.label}: it trains nothing, and would be scored without stage2.model; name the "
-                         "model as stage1.model")
+    if "stage2.model" in sweep["base"] | arm.overrides and arm.stages in ((), TRAINING):
+        raise ValueError(f"arm {arm.label}: stage2.model does not count where both stages or none are trained; "
+                         "name the model as stage1.model")
     model = (sweep["base"] | arm.overrides).get("stage1.model") or full_preset(arm.preset, first)["model"]
     prepare = settings_for(sweep, arm, "prepare", model=model)
     path = [node_of("prepare", prepare, [], root, nodes)] if prepare["corpora"] else []
     built = path[0].parameters["out"] if path else ""
     data, last = dict(data=f"{built}/pairs") if built else {}, model
-    for stage in arm.stages[1:]:
-        if f"{stage}.model" in sweep["base"] | arm.overrides:
-            raise ValueError(f"arm {arm.label}: {stage} starts from what {arm.stages[0]} has made, so {stage}.model "
-                             "would part them; name the model as stage1.model")
     for stage in arm.stages:
         path.append(node_of(stage, settings_for(sweep, arm, stage, model=last, **data), path, root, nodes))
         last = f"{path[-1].parameters['out']}/model"
@@ -450,18 +444,11 @@ def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # 
 @contextmanager
 def raising_stopped():
     "A block that SIGTERM and Ctrl-C end with `Stopped`; a second signal is handled as it was before."
-    if threading.current_thread() is not threading.main_thread():
-        yield # signals are the main thread's
-        return
-    def restore():
-        for number, handler in before.items(): signal.signal(number, handler or signal.SIG_DFL)
     def stop(number, frame):
         restore()
         raise Stopped(f"stopped by {signal.Signals(number).name}; what ran was told to write a checkpoint; "
                       "run the same command to resume")
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try: yield
-    finally: restore()
+    with handled(stop, signal.SIGTERM, signal.SIGINT) as restore: yield
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #1ad98255
 def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dictionary as in such a file
@@ -487,8 +474,9 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
     made = [Path(node.parameters["out"]) for node in nodes.values()]
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
     for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, made)
-    state = {name: state_before(node) for name, node in nodes.items()}
-    if dry_run: print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
+    if dry_run:
+        state = {name: state_before(node) for name, node in nodes.items()}
+        print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:
         with locked(root, "sweep"):
             runner = Processes(root/"jobs", at_once) if slurm is None else Queue(root/"jobs", slurm, at_once)

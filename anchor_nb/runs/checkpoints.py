@@ -83,8 +83,6 @@ def check_data(stage: str, data: str):
 def check_places(stage: str, values: dict): # all parameters
     "Raise if `out` is not a folder, or if data or models are missing or incomplete."
     if stage not in RECIPES: return
-    if not values["out"]:
-        raise ValueError("out is empty; name a folder for the run, such as -p out=runs/mine")
     out = Path(values["out"]).expanduser()
     place = next(path for path in (out, *out.parents) if path.exists())
     if not place.is_dir():
@@ -93,7 +91,7 @@ def check_places(stage: str, values: dict): # all parameters
     check_data(stage, data)
     if data and not data.startswith("hf:"): find_sources(data)
     for name in ("model", "a", "b", "again", "guide"):
-        model = values.get(name) or ""
+        if not (model := values.get(name)): continue
         folder = Path(model).expanduser()
         if is_path(model) and not folder.exists():
             near = " or ".join(near_paths(model))

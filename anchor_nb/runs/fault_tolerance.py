@@ -6,12 +6,12 @@
 __all__ = ['check_finite', 'Stopping', 'listening', 'kept_budget', 'halving']
 
 # %% ../../nbs/runs/00_fault_tolerance.ipynb #10ee2e13
-import json, math, signal, sys, threading, time
+import json, math, signal, sys, time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 import torch
 from transformers import TrainerCallback
-from ..core.errors import Stopped
+from ..core.errors import handled, Stopped
 from ..core.files import write_text
 from ..core.distributed import all_reduce
 
@@ -70,11 +70,7 @@ class Stopping(TrainerCallback):
 @contextmanager
 def listening(stopping: Stopping):
     "A block in which stop signals end training cleanly; raises `Stopped` at its end if one came."
-    mine = threading.current_thread() is threading.main_thread() # other threads cannot set handlers
-    before = {number: signal.signal(number, stopping.note) for number in STOP_SIGNALS} if mine else {}
-    try: yield
-    finally:
-        for number, handler in before.items(): signal.signal(number, handler or signal.SIG_DFL)
+    with handled(stopping.note, *STOP_SIGNALS): yield
     if stopping.stopped:
         raise Stopped(stopping.stopped)
 

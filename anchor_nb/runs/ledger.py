@@ -49,17 +49,6 @@ def append_rows(path: Path, # a .jsonl file
         os.fsync(file.fileno())
     return path
 
-# %% ../../nbs/runs/03_ledger.ipynb #781d3071
-def read_row(line: str, where: str) -> dict:
-    "One row; ValueError with the position if it is not one."
-    try: row = json.loads(line)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg}, column {error.colno}"
-        raise ValueError(f"{where}: not JSON ({reason}); correct or delete this line") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row is an object, this is {type(row).__name__}; correct or delete this line")
-    return row
-
 # %% ../../nbs/runs/03_ledger.ipynb #6cccdf0a
 def read_rows(path: Path, # a .jsonl file
              ) -> list:   # dicts
@@ -67,11 +56,14 @@ def read_rows(path: Path, # a .jsonl file
     rows, lines = [], Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip(): continue
-        try: rows.append(read_row(line, f"{path}, line {number}"))
-        except ValueError as error:
-            if number < len(lines):
-                raise
-            warnings.warn(f"{error.args[0].partition(':')[0]}: torn by an interrupted run, left out", stacklevel=2)
+        try:
+            row = json.loads(line)
+            wrong = "" if isinstance(row, dict) else f"a row is an object, this is {type(row).__name__}"
+        except json.JSONDecodeError as error: wrong = f"not JSON ({error.msg}, column {error.colno})"
+        if not wrong: rows.append(row)
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number}: {wrong}; correct or delete this line")
+        else: warnings.warn(f"{path}, line {number}: torn by an interrupted run, left out", stacklevel=2)
     return rows
 
 # %% ../../nbs/runs/03_ledger.ipynb #3cb81b1e

@@ -99,7 +99,6 @@ def reason_of(error: Exception, signals: list = ()) -> str: # signals: that came
         return f"stopped by {signal.Signals([*signals, signal.SIGINT][0]).name} at once; run the same command to resume"
     if hasattr(error, "ename"): return f"{name}: {error.evalue}".strip().partition("\n\n")[0]
     if type(error).__name__ == "DeadKernelError": return "the kernel died; the system ends it when memory runs out"
-    if type(error).__name__ == "CellTimeoutError": return "a cell took longer than the time allowed"
     if type(error).__name__ == "NoSuchKernel":
         return "there is no kernel python3 here; pip install ipykernel into this environment"
     return f"{type(error).__name__}: {error}"

@@ -144,8 +144,6 @@ def check_launch(recipe: Training):
     "ValueError for settings that this machine or this launch cannot serve."
     stage, places = type(recipe).__name__.lower(), ("out", "data", "model", "guide")
     check_data(stage, recipe.data)
-    if not recipe.out:
-        raise ValueError("out is empty; name a folder for the run")
     check_apart(stage, {name: getattr(recipe, name, "") for name in places})
     if sharded := [name for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
                    if os.environ.get(name, "").lower() == "true"]:

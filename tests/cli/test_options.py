@@ -131,7 +131,7 @@ def test_what_can_be_known_is_checked_before_a_kernel_starts(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("words, message", [
-    (["stage2", "--model", "bm25"], "model=bm25 cannot be: it ranks by words and makes no vectors\nname a model"),
+    (["stage2", "--model", "bm25"], "bm25 ranks by words and makes no vectors\nit is a yardstick"),
     (["stage2", "lr=3"], "lr=3 is not a table\noptions are written --lr 3"),
     (["stage2", "-p", "lr", "3"], "-p learning_rate: write -p name=value"),
     (["stage2", "--preset", "laptop", "-p", "preset=paper"], "the preset is given twice, as laptop and as paper\n"),

@@ -42,7 +42,7 @@ def write(path, **said):
     ("base: {steps: 3}", "write stage.parameter"),
     ("base: {stage1.out: x}", "a sweep chooses stage1.out itself"),
     ("base: {stage1.stepz: 3}", "did you mean steps"),
-    ("- a", "write fields such as preset"),
+    ("- a", "has no fields; write preset"), ("", "has no fields; write preset"),
     ("preset: [", "not YAML"),
     ("arms:\n  a: {stage2.temperature: 0.02}\n  a: {stage2.temperature: 0.05}", "line 3: not YAML .'a' is there twice"),
 ])
@@ -62,7 +62,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
     (dict(arms={"a": {"preset": ["smoke"]}}), r"arm a: no preset \['smoke'\]"),
     (dict(arms={"bm25": {}}), "arm bm25: this is the name of the yardstick BM25"),
     (dict(arms={"a": {"stages": ["stage2"], "stage1.alpha": 0.5}}), "arm a: it has no stage1, so stage1.alpha changes"),
-    (dict(base={"stage2.model": "tiny"}, arms={"a": {"stages": []}}), "arm a: it trains nothing"),
+    (dict(base={"stage2.model": "tiny"}, arms={"a": {"stages": []}}), "arm a: stage2.model does not count"),
     (dict(arms={"a": {"stage1.alpha": "2o"}}), "arm a: alpha='2o' is not a number"),
     (dict(seeds=[1, 1]), "seeds has 1 twice"),
     (dict(arms={"alpha=0.2": {}}, grid={"stage1.alpha": [0.2]}), "two arms are called"),
@@ -244,7 +244,7 @@ def test_what_is_not_there_is_said_before_anything_runs(tmp_path):
                           ({"evaluate.benchmark": "papr15", "evaluate.tasks": []}, "papr15"),
                           ({"stage2.instructions": f"{none}.yaml"}, "none.yaml"),
                           ({"evaluate.data_root": none}, "data_root"),
-                          ({"stage2.model": "tiny"}, "stage2 starts from what stage1 has made"),
+                          ({"stage2.model": "tiny"}, "stage2.model does not count"),
                           ({"evaluate.models": {"mine": "tiny"}}, "a sweep chooses evaluate.models itself")):
         with pytest.raises((ValueError, FileNotFoundError), match=said):
             sweeps.run_sweep(dict(preset="smoke", base={}, seeds=[], arms={"late": changes, "first": {}}, grid=[]),

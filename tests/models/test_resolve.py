@@ -3,6 +3,7 @@ import json
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -101,6 +102,14 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert names.hub_has("nobody/has-this", seconds=0.1) is None and not over.is_set()
     over.set()
+
+
+@pytest.mark.parametrize("headers, there", [
+    ({}, False), ({"X-Error-Message": "Invalid credentials in Authorization header"}, None)])
+def test_a_token_that_has_expired_says_nothing_of_the_model(headers, there, monkeypatch):
+    reply = SimpleNamespace(status_code=401, headers=headers)
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(get=lambda *_, **__: reply))
+    assert names.hub_has("nobody/has-this") is there
 
 
 def test_what_the_hub_says_counts(monkeypatch, here):
