@@ -225,11 +225,6 @@ def common(ctx: typer.Context,
     if ctx.invoked_subcommand != "doctor": forget_stale_ranks() # which shows them
 
 # %% ../../nbs/cli/00_app.ipynb #f950499d
-def complete_parameter(ctx: typer.Context, incomplete: str) -> list: # of (text, help)
-    "The parameters of the stage whose command is being typed."
-    if ctx.info_name not in RECIPES: return []
-    return [(f"{f.name}=", f.metadata["help"]) for f in fields(RECIPES[ctx.info_name]) if f.name.startswith(incomplete)]
-
 def complete_from(names) -> object: # a function of what was typed so far
     "Completion from a function that gives names."
     def complete(incomplete: str): return [name for name in names() if name.startswith(incomplete)]
@@ -237,7 +232,7 @@ def complete_from(names) -> object: # a function of what was typed so far
 
 # %% ../../nbs/cli/00_app.ipynb #be27c5d3
 Parameters = option(list[str], "one parameter; give it as often as you need",
-                               "-p", "--parameter", metavar="NAME=VALUE", autocompletion=complete_parameter)
+                               "-p", "--parameter", metavar="NAME=VALUE")
 Preset = option(str, "start from this preset; `anchor-nb presets` lists them",
                      "--preset", autocompletion=complete_from(presets))
 ParameterFile = option(Path | None, "YAML file of parameters", "-f", "--file")
@@ -247,17 +242,6 @@ Quiet = option(bool, "do not show what the notebook prints", "--quiet")
 AsJson = option(bool, "print one JSON object on stdout and nothing else there", "--json")
 Recipe = argument(str, "one of `anchor-nb recipes`", autocompletion=complete_from(methods))
 MODEL_HELP = "run folder, model folder, sentence-transformers folder, hub id or short name"
-
-# %% ../../nbs/cli/00_app.ipynb #2bc82a7c
-Gpus = option(int, "processes, one for each GPU; 0: all there are; default: the parameter `processes`",
-                   "--gpus", show_default=False)
-
-def with_gpus(stage: str, gpus: int) -> dict: # parameters
-    "What `--gpus` means; ValueError for a stage that has no processes."
-    if gpus < 0: return {}
-    if "processes" not in {f.name for f in fields(RECIPES[stage])}:
-        raise ValueError(f"{stage} runs in one process; leave out --gpus")
-    return dict(processes=gpus)
 
 # %% ../../nbs/cli/00_app.ipynb #8d1e8e0d
 def first_line(notebook: Path) -> str: # the line behind ">" in the first cell
@@ -357,12 +341,9 @@ def takes_settings(*stages: str): # -> a decorator
 # %% ../../nbs/cli/00_app.ipynb #8be04412
 def spelled_out(stage: str, values: dict) -> tuple: # (all parameters, the same as a file for -f)
     "The parameters a stage would run with."
-    import yaml
     notebook = stage_notebook(stage)
     values = {name: value for name, (_, value) in declared(notebook).items()} | checked(notebook, values)
-    text = (grouped_yaml(RECIPES[stage], values) if stage in RECIPES
-            else yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    return values, f"# {stage}: {first_line(notebook)}\n\n{text}".rstrip("\n")
+    return values, f"# {stage}: {first_line(notebook)}\n\n{grouped_yaml(RECIPES[stage], values)}".rstrip("\n")
 
 def folder_of(stage: str, values: dict) -> Path:
     "Where a stage with these parameters leaves what it makes."

@@ -21,6 +21,8 @@ Pairs = argument(str, "a table (CSV, TSV, JSON, JSONL, parquet, .xlsx), a folder
                       "hf:org/name, shards at an address (s3://bucket/nq/*.parquet), or a .yaml of several")
 Columns = option(str, "columns that hold our fields, such as '{query: frage, positive: antwort}'", "--columns")
 
+TextColumns = option(str, "columns that hold our fields, such as '{text: inhalt, id: nr}'", "--columns")
+
 def read_columns(text: str) -> dict: # our field -> the data's
     "A mapping of fields as it is typed."
     return coerce("columns", text, dict) if text else {}
@@ -142,7 +144,7 @@ def encode(corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of
            model: option(str, MODEL_HELP) = "smollm2-135m",
            dtype: option(str, "float32, float16, int8 or binary") = "float32",
            gpus: option(int, "processes, one for each GPU; 0: all there are") = 1,
-           columns: option(str, "columns that hold our fields, such as '{text: inhalt, id: nr}'", "--columns") = "",
+           columns: TextColumns = "",
            pairs: Parameters = [], as_json: AsJson = False):
     "Encode a corpus to vectors, in shards that are checked and never made twice."
     from anchor_nb.inference.corpus_encoding import encode_corpus

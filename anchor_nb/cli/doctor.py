@@ -242,24 +242,19 @@ def summary(checks: list) -> dict: # ok: nothing fails; failed, warned: names; c
                 checks=[check._asdict() for check in checks])
 
 # %% ../../nbs/cli/01_doctor.ipynb #fc25a28f
-def toy_examples(count: int) -> list: # of `Example`, each with a hard negative
-    "The first rows of the village register."
-    import json
-    from anchor_nb.data.corpora import build_corpus
-    from anchor_nb.data.rows import Example
-    with open(build_corpus("toy")/"pairs"/"toy.jsonl", encoding="utf-8") as lines:
-        rows = [json.loads(next(lines)) for _ in range(count)]
-    return [Example(row["query"], row["positive"], row["negatives"][:1], "", "") for row in rows]
-
 def check_parity(stage: str, attention: str, precision: str) -> Check: # stage: stage1 or stage2
     "A step of the tiny model beside the naive form in fp32."
+    import json
     from dataclasses import replace
     from anchor_nb.core.recipe import RECIPES
+    from anchor_nb.data.corpora import build_corpus
+    from anchor_nb.data.rows import Example
     from anchor_nb.models.attention import on_gpu
     from anchor_nb.experiments.parity import TOLERANCES, naive_gradient, packed_gradient, parity_of
     settings = dict(negatives=1, lora_rank=0, mask_false_negatives=False) if stage == "stage2" else {}
     recipe = RECIPES[stage](model="tiny", data="unused", out="unused", max_length=48, global_batch=6, **settings)
-    examples = toy_examples(6)
+    lines = (build_corpus("toy")/"pairs"/"toy.jsonl").read_text(encoding="utf-8").splitlines()[:6]
+    examples = [Example(row["query"], row["positive"], row["negatives"][:1], "", "") for row in map(json.loads, lines)]
     parity = parity_of(packed_gradient(replace(recipe, attention=attention, precision=precision), examples),
                        naive_gradient(recipe, examples))
     loss, gradient = TOLERANCES[precision]

@@ -12,7 +12,7 @@ import typer
 
 from anchor_nb.core.settings import coerce, from_yaml
 from anchor_nb.experiments.torchrun import read_pairs
-from anchor_nb.cli.data import read_columns
+from anchor_nb.cli.data import TextColumns, read_columns
 from anchor_nb.cli.app import (MODEL_HELP, START, TEXT, USE, AsJson, answering, app, argument, option,
                                printable)
 
@@ -56,7 +56,6 @@ def hello(model: argument(str, f"beside all-MiniLM-L6-v2: {MODEL_HELP}") = "smol
 # %% ../../nbs/cli/05_models.ipynb #df656516
 Bm25 = option(float | None, "weight of BM25 beside the vectors, from 0 to 1; default: as `adapt` chose for the model, "
                             "else 0")
-Columns = option(str, "columns that hold our fields, such as '{text: inhalt, id: nr}'", "--columns")
 
 @app.command("search", rich_help_panel=USE)
 def search(model: Model,
@@ -68,7 +67,7 @@ def search(model: Model,
            index: option(str, "keep the index in this folder; the next time only new texts are encoded") = "",
            texts: option(str, "of shards: the corpus they were made from") = "",
            truncate_dim: option(int, "dimensions kept; 0: all") = 0,
-           columns: Columns = "",
+           columns: TextColumns = "",
            bm25: Bm25 = None, as_json: AsJson = False):
     "Find the texts of a corpus nearest to a query."
     from anchor_nb.inference.search import search_corpus
@@ -192,7 +191,7 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
                             "reach it") = "127.0.0.1", port: option(int, "0: any free one") = 8000,
           k: option(int, "results of each model, unless the visitor says otherwise", "--k", "-k", min=1) = 10,
           keep: option(str, "folder of the encoded corpus; the next time only new texts are encoded") = "",
-          bm25: Bm25 = None, columns: Columns = "",
+          bm25: Bm25 = None, columns: TextColumns = "",
           max_length: option(int, "tokens of a text; 0: what the checkpoint says") = 0,
           device: option(str, "such as cuda:1 or cpu; empty: a GPU where there is one") = ""):
     "A search page in the browser: a corpus ranked by one model, or by two side by side. Ctrl-C ends it."

@@ -46,10 +46,9 @@ def evaluate_parameters(models: list, benchmark: str, tasks: list, data_root: st
     beside = both and "minilm" in (base | given).get("yardsticks", ["minilm"]) and is_here("minilm")
     bar = {"minilm + BM25": dict(model="minilm", bm25=max(how["bm25"] for how in both.values()))} if beside else {}
     words = dict(models=labelled(models) | both | bar, snapshots=snapshots) if models else {}
-    words |= dict(benchmark=benchmark) if benchmark else {}
-    words |= dict(tasks=list(tasks)) if tasks else {}
+    asked = dict(benchmark=benchmark, tasks=list(tasks), data_root=data_root)
+    words |= {name: value for name, value in asked.items() if value}
     if (benchmark or tasks) and base: words = dict(benchmark="", tasks=[]) | words # not those of the preset as well
-    words |= dict(data_root=data_root) if data_root else {}
     return base | words | given
 
 # %% ../../nbs/cli/03_scoring.ipynb #747c3d07
@@ -216,12 +215,10 @@ def paper_tables(ledger: argument(Path, "a ledger.jsonl, or the folder it lies i
 @takes_settings("analyse")
 def analyse(a: argument(str, "the model before: run folder, model folder, hub id or short name; none: that of the "
                              "parameters") = "", b: argument(str, "the model after") = "",
-            data: option(str, "folder or file of rows with text, or hf:org/name") = "",
-            again: option(str, "b trained again with another seed") = "",
             quick: option(bool, "a few hundred texts, for a first look", "--quick") = False, as_json: AsJson = False,
             parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, output: Output = None,
             dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
-    words = {name: value for name, value in dict(a=a, b=b, data=data, again=again, quick=quick).items() if value}
+    words = {name: value for name, value in dict(a=a, b=b, quick=quick).items() if value}
     with answering(as_json) as answer:
         if bool(a) != bool(b):
             raise ValueError("one model alone cannot be compared; name two, or the same one twice for its geometry")

@@ -23,9 +23,9 @@ from ..core.presets import methods, presets
 from ..core.settings import nearest
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
-from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
+from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, HelpAll, Output,
                                ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
-                               first_line, folder_of, gather, option, show, spelled_out, takes_settings, with_gpus)
+                               first_line, folder_of, gather, option, show, spelled_out, takes_settings)
 
 # %% ../../nbs/cli/02_training.ipynb #a88bdbed
 @app.command("stages", rich_help_panel=START)
@@ -66,15 +66,14 @@ def show_forecast(stage: str, values: dict):
 def add_stage(stage: str):
     "Add a command that runs one stage."
     def command(place: Data = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
-                gpus: Gpus = -1, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
-                help_all: HelpAll = False):
+                output: Output = None, dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
         if place and "data" in read_pairs(parameter):
             raise ValueError("data is given twice; give it as DATA or with --data, not both")
         name, equals, value = place.partition("=")
         if equals and nearest(RECIPES[stage], name) and not Path(place).exists():
             raise ValueError(f"{place} is not a table; options are written --{name.replace('_', '-')} {value}")
         pairs = [*parameter, f"data={place}"] if place else parameter
-        values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
+        values = gather(stage, preset, file, pairs)
         if dry_run:
             if stage not in TRAINING: return show(stage, values)
             shown, why = decided(stage, values)
@@ -88,11 +87,10 @@ def add_stage(stage: str):
     if stage not in ("stage1", "stage2", "mine"):
         kept = [p for p in signature.parameters.values() if p.name != "place"]
         command.__signature__ = signature.replace(parameters=kept)
-    purpose = RECIPES[stage].__doc__ if stage in RECIPES else f"Run the notebook {stage}."
     panel = dict(prepare=DATA, mine=DATA).get(stage, TRAIN)
-    app.command(stage, help=purpose, rich_help_panel=panel)(takes_settings(stage)(command))
+    app.command(stage, help=RECIPES[stage].__doc__, rich_help_panel=panel)(takes_settings(stage)(command))
 
-for stage in dict.fromkeys([*RECIPES, *stages()]):
+for stage in RECIPES:
     if stage not in ("evaluate", "analyse", "report", "adapt"): add_stage(stage)
 
 # %% ../../nbs/cli/02_training.ipynb #48363aa9
@@ -115,14 +113,13 @@ def told(place: Path, quiet: bool, search: bool) -> dict: # place: OUT of `adapt
 
 @app.command("adapt", rich_help_panel=START, help=RECIPES["adapt"].__doc__)
 @takes_settings("adapt")
-def adapt(place: Documents = "", out: option(str, "where model, verdict and steps go", "--out", "-o") = "",
-          parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
+def adapt(place: Documents = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
           output: option(Path | None, "where the executed notebook goes; default: in --out", "--output") = None,
           example: option(bool, "on the toy village that comes with the package", "--example") = False,
           search: option(bool, "end with a search page over the documents; Ctrl-C closes it", "--search") = False,
           dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
     "Documents in, an embedder out."
-    pairs = [*parameter, *([f"documents={place}"] if place else []), *([f"out={out}"] if out else [])]
+    pairs = [*parameter, *([f"documents={place}"] if place else [])]
     values = gather("adapt", preset, file, pairs)
     if example: values |= example_values(values)
     if dry_run:
@@ -182,10 +179,6 @@ def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.
              steps: option(int, "optimizer steps; default: the preset's", show_default=False) = 0,
              global_batch: option(int, "examples of a step; default: the preset's", show_default=False) = 0,
              max_length: option(int, "tokens of one text at most; default: the preset's", show_default=False) = 0,
-             mean_query: option(int, "tokens of a query on average; default: as in data, else 25", min=0,
-                                show_default=False) = 0,
-             mean_document: option(int, "tokens of a document on average; default: as in data, else 180", min=0,
-                                   show_default=False) = 0,
              precision: option(str, "fp32, bf16 or pure_bf16; auto: as training chooses") = "auto",
              optimizer: option(str, "adamw or adamw_8bit") = "adamw",
              sharding: option(str, "ddp or fsdp2") = "ddp",
@@ -200,7 +193,6 @@ def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.
     with answering(as_json) as answer:
         machine = machine_for(find_shape(model), gpus, gpu_memory, rate, precision)
         pairs = planning.measure_pairs(data, model) if data else planning.Pairs()
-        pairs = replace(pairs, query=mean_query or pairs.query, document=mean_document or pairs.document)
         rows = planning.report(model, machine, pairs, rank, dict(steps=steps, global_batch=global_batch,
                                                                  max_length=max_length),
                                optimizer=optimizer, sharding=sharding)
@@ -270,10 +262,9 @@ def run_recipe(name: Recipe,
 @app.command("submit", rich_help_panel=SCALE)
 @takes_settings(*RECIPES)
 def submit(stage: argument(str, "a stage"), parameter: Parameters = [], preset: Preset = "",
-           file: ParameterFile = None, gpus: Gpus = -1, slurm: Slurm = [],
+           file: ParameterFile = None, slurm: Slurm = [],
            dry_run: option(bool, "print the job, queue nothing", "--dry-run") = False):
     "Queue a stage on a Slurm cluster; it is requeued when its time is up, until it is done."
     from anchor_nb.experiments.slurm import submit_stage
-    job = submit_stage(stage, gather(stage, preset, file, parameter) | with_gpus(stage, gpus), read_pairs(slurm),
-                       dry_run=dry_run)
+    job = submit_stage(stage, gather(stage, preset, file, parameter), read_pairs(slurm), dry_run=dry_run)
     typer.echo(job if dry_run else f"job {job.job_id}; its log: {job.paths.stdout}")

@@ -6,7 +6,7 @@
 __all__ = ['names', 'find_tasks', 'check_data', 'instructions_for', 'instructions_id']
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #d2e02b49
-import copy, hashlib, json, logging, os, re, warnings
+import copy, hashlib, json, os, re
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -160,17 +160,12 @@ def find_tasks(benchmark: str = "",        # one of `names()`; empty: none
     "What to evaluate on; ValueError for unknown names, and for names given twice."
     if not benchmark and not tasks:
         raise ValueError(f"Nothing to evaluate on; name a benchmark ({', '.join(BENCHMARKS)}) or tasks")
-    from anchor_nb.data.retrieval_sets import split_off
     announce("finding the tasks")
     chosen = (benchmark_tasks(benchmark) if benchmark else []) + [find_task(name, **cut) for name in tasks]
     taken = [task.metadata.name for task in chosen]
     if twice := sorted({name for name in taken if taken.count(name) > 1}):
-        alike = {Path(split_off(name)[0]).resolve(): name for task, name in zip(chosen[::-1], tasks[::-1])
-                 if task.metadata.name == twice[0] and is_local(task)}
-        if len(alike) > 1:
-            raise ValueError(f"{' and '.join(sorted(alike.values()))} are both called {twice[0]}; rename a folder")
-        hint = f", {benchmark} already has its tasks" if benchmark and tasks else ""
-        raise ValueError(f"{', '.join(twice)}: named twice; leave out one{hint}")
+        hint = f" ({benchmark} already has its tasks)" if benchmark and tasks else ""
+        raise ValueError(f"{', '.join(twice)}: named twice; leave out one{hint}, or rename a folder of that name")
     for task in chosen:
         if other := set(task.modalities) - {"text"}:
             raise ValueError(f"{task.metadata.name} needs {', '.join(sorted(other))}; only text is embedded here, "
@@ -305,16 +300,3 @@ def instructions_id(source: str) -> str: # paper, mteb, none or a YAML file
     entries = list(read_instructions(source).items())
     entries += ["* last"]*(len(entries) > 1 and "*" in dict(entries)) # it was before types until 28 November 2026
     return "file-" + hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
-
-# %% ../../nbs/evaluation/02_benchmarks.ipynb #772e7047
-@contextmanager
-def superseded_expected():
-    "A context in which mteb does not warn about tasks that have a successor."
-    logger, message = logging.getLogger("mteb.abstasks.abstask"), "is superseded by"
-    def other(record): return message not in record.getMessage()
-    logger.addFilter(other)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=f".*{message}")
-            yield
-    finally: logger.removeFilter(other)

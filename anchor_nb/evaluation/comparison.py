@@ -15,8 +15,8 @@ import numpy as np
 from .encoders import is_yardstick, known_as
 from .measure import Evaluation, load_evaluation
 from .scores import evaluation_file
-from .significance import Interval, interval_of, mean_of_tasks, over_seeds
-from .tables import by_seed, comparable, compared, completed, last_steps, mean_by_seed
+from .significance import Interval, gaps, interval_of, mean_of_tasks, over_seeds
+from .tables import by_seed, comparable, compared, last_steps, mean_by_seed
 from ..runs.ledger import latest, of_last_models, read_rows
 
 
@@ -60,15 +60,15 @@ class Part:
     seeds: dict # training seed -> score
     items: list # for each task what `interval_of` takes, or None
 
-    def values(self) -> list: # of arrays, one a task; empty where a task has none, or no plain mean
+    def values(self) -> list: # of query -> value, one a task; empty where a task has none, or no plain mean
         "The values of the queries of each task."
         plain = all(items and items["statistic"] == "mean" for items in self.items)
-        return [np.array(list(dict(sorted(items["values"].items())).values())) for items in self.items] if plain else []
+        return [dict(sorted(items["values"].items())) for items in self.items] if plain else []
 
     def interval(self) -> Interval | None:
         "The 95 % interval of the score."
         if len(self.seeds) > 1 or len(self.items) == 1: return interval_around(self.seeds, self.items[0])
-        return mean_of_tasks(self.values()) if self.values() else None
+        return mean_of_tasks([task.values() for task in self.values()]) if self.values() else None
 
 def difference(a: Part, b: Part) -> Interval | None:
     "The 95 % interval of a minus b: over common training seeds, those of a where b has none, or the same queries."
@@ -80,21 +80,17 @@ def difference(a: Part, b: Part) -> Interval | None:
     if len(a.items) == 1 or len(a.seeds) > 1: return compared(a.seeds, b.seeds, [a.items[0], b.items[0]])
     first, second = a.values(), b.values()
     if not first or not second: return None
-    return mean_of_tasks([x - y for x, y in zip(first, second)])
+    return mean_of_tasks([gaps(x, y) for x, y in zip(first, second)])
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #46c9bf81
-def mean_items(runs: list) -> dict: # of items of one task, one a training seed
-    "The mean values of the queries over training seeds; of other statistics those of the last."
-    if len(runs) == 1 or runs[-1]["statistic"] != "mean": return runs[-1]
-    return runs[-1] | dict(values={query: fmean(run["values"][query] for run in runs) for query in runs[-1]["values"]})
-
 def items_of(kept: dict | None, # items, with or without `runs`
              seeds) -> dict | None: # training seeds
-    "The items of these training seeds alone; None where none were kept."
+    "The items of these training seeds alone, means as the mean over them; None where none were kept."
     if not kept or "runs" not in kept: return kept
     runs = [items for seed, items in kept["runs"].items() if seed in seeds]
-    return mean_items(runs) if runs else None
+    if len(runs) < 2 or runs[-1]["statistic"] != "mean": return runs[-1] if runs else None
+    return runs[-1] | dict(values={query: fmean(run["values"][query] for run in runs) for query in runs[-1]["values"]})
 
 def parts_of(rows: list,  # comparable
              items: dict, # (label, step, task) -> items; may lack any
@@ -254,7 +250,7 @@ class Side:
         path = Path(self.folder)/"ledger.jsonl"
         if not path.is_file():
             raise FileNotFoundError(f"there is no {path}; `anchor-nb evaluate` writes one")
-        rows = completed(read_rows(path))
+        rows = [row for row in read_rows(path) if row.get("main")]
         known = dict.fromkeys(row["label"] for row in rows)
         if self.label not in known:
             raise ValueError(f"{path} has no scores of {self.label!r}; it has {', '.join(known) or 'nothing'}")
@@ -318,7 +314,7 @@ def query_by_query(a: dict, b: dict, hits: dict, most: int = 5) -> dict: # items
     widest = sorted((query for query in gaps if gaps[query]), key=lambda query: (-abs(gaps[query]), query))[:most]
     share = lambda better: 100 * fmean(map(better, gaps.values()))
     return dict(first_better=share(lambda gap: gap > 0), second_better=share(lambda gap: gap < 0),
-                widest=[dict(query=hits.get(query, {}).get("text") or query.rpartition("/")[2],
+                widest=[dict(query=hits.get(query, {}).get("text") or query.split("/", 2)[-1],
                              first=100 * a["values"][query], second=100 * b["values"][query]) for query in widest])
 
 

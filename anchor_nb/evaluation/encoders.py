@@ -12,7 +12,6 @@ from typing import get_args
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
-from ..core.names import hub_has
 from ..core.progress import announce
 from ..models.resolve import BUILT_MODELS, MODELS, find_model, model_files, spellings
 from ..data.prompts import LAYOUT_FILE
@@ -40,19 +39,9 @@ class Candidate:
     bm25: float = 0.0         # weight of BM25 beside the vectors, as in `search`; 0: vectors alone
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #00a21969
-def extras(candidate: Candidate) -> dict: # kind, adapter, bidirectional and precision, those that are given
-    "The options that override the files of one of our embedders."
-    given = dict(kind=candidate.kind, adapter=candidate.adapter, bidirectional=candidate.bidirectional,
-                 precision=candidate.precision)
-    return {name: value for name, value in given.items() if value not in ("", None)}
-
-def shortened(candidate: Candidate) -> dict: # truncate_dim, if given
-    "The `encode` argument, the same in both libraries, for the number of dimensions kept."
-    return dict(truncate_dim=candidate.truncate_dim) if candidate.truncate_dim else {}
-
-def blended(candidate: Candidate) -> dict: # bm25, if given
-    "The weight of BM25 beside a candidate."
-    return dict(bm25=candidate.bm25) if candidate.bm25 else {}
+def given(candidate: Candidate, *names: str) -> dict: # names: fields that may be left open
+    "Those of these fields that are set."
+    return {name: value for name in names if (value := getattr(candidate, name)) or value is False}
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #775823c2
 def checkpoints(source: str,            # run folder, model folder, hub id or short name
@@ -83,19 +72,11 @@ def built_as(source: str) -> str: # a short name; empty for anything else
     short = spellings().get(source.lower())
     return short if short in BUILT_MODELS and not Path(source).is_dir() else ""
 
-def has_file(source: str, name: str) -> bool: # source: a folder, hub id or short name
-    "Whether a model has a file: on this disk, in the hub's cache or on the hub."
-    from huggingface_hub import file_exists, try_to_load_from_cache
-    if short := built_as(source): return name == "modules.json" and short == "minilm"
-    place = find_model(source)
-    if Path(place).is_dir(): return (Path(place)/name).is_file()
-    if isinstance(try_to_load_from_cache(place, name), str): return True
-    return bool(hub_has(place)) and file_exists(place, name)
-
 def library_of(source: str) -> str:
     "Which library loads a model: sentence-transformers what it wrote itself, ours the rest."
     if source == "bm25": return "bm25"
-    theirs = has_file(source, "modules.json") and not has_file(source, "anchor_nb.json")
+    if short := built_as(source): return "sentence-transformers" if short == "minilm" else "anchor_nb"
+    theirs = kind_of(small_files(find_model(source))) == "sentence-transformers"
     return "sentence-transformers" if theirs else "anchor_nb"
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3cd1bf66
@@ -170,6 +151,11 @@ def of_one(label: str, options: dict, snapshots: bool) -> list: # of `Candidate`
     return chosen
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #08251763
+def is_adapter(name: str) -> bool:
+    "Whether a name may be that of an adapter: a run or folder with its configuration, or a hub id."
+    folder = Path(name)/"model" if (Path(name)/"model").is_dir() else Path(name)
+    return (folder/"adapter_config.json").is_file() if folder.is_dir() else name.count("/") == 1
+
 def check_options(label: str, given: dict, library: str): # given: the options that were given
     "Refuse incompatible options and impossible values."
     from anchor_nb.models.embedder import WeightPrecision
@@ -192,24 +178,16 @@ def check_options(label: str, given: dict, library: str): # given: the options t
     if type(weight := given.get("bm25", 0.0)) not in (int, float) or not 0 <= weight <= 1:
         refuse("bm25", "; give a weight from 0 (vectors alone) to 1")
     if weight and library == "bm25": refuse("bm25", ", beside BM25 itself; name the embedder as model")
-    if not isinstance(adapter := given.get("adapter", ""), str):
-        refuse("adapter", "; give the folder or hub id of one adapter")
-    folder = Path(adapter)/"model" if (Path(adapter)/"model").is_dir() else Path(adapter)
-    if adapter and folder.is_dir() and not (folder/"adapter_config.json").is_file():
-        refuse("adapter", ", which has no adapter_config.json; name the folder of an adapter, and the whole model as "
-                          "model")
-    if adapter and not folder.is_dir() and adapter.count("/") != 1:
-        refuse("adapter", ", which is neither a folder nor a hub id; name the folder of an adapter")
+    if "adapter" in given and not (isinstance(adapter := given["adapter"], str) and is_adapter(adapter)):
+        refuse("adapter", ", which is neither a folder with adapter_config.json nor a hub id; name one adapter, and the "
+                          "whole model as model")
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3c085ee0
 def check_model(source: str):
-    "Refuse a model folder without its configuration or its tokenizer."
+    "Refuse a model folder without its tokenizer."
     folder = Path(source)
     if not folder.is_dir(): return
     names = {path.name for path in folder.iterdir()}
-    if not names & {"config.json", "adapter_config.json", "modules.json"}:
-        raise ValueError(f"{folder} is no model folder: it has neither config.json nor adapter_config.json; name a run "
-                         "folder or the folder `model` in it")
     if "modules.json" in names: names |= {path.name for path in folder.glob("*/token*")}
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json"}:
         raise ValueError(f"{folder} has no tokenizer, such as tokenizer.json; copy the tokenizer files of its base "
@@ -247,7 +225,7 @@ def system(candidate: Candidate, devices: list = ()) -> dict: # plain values
     parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling,
                  template=candidate.template, engine=engine_of("evaluate"),
                  dtype=number_type(devices) if candidate.library == "anchor_nb" else "float32")
-    parts |= extras(candidate) | shortened(candidate) | similarity_of(candidate) | blended(candidate)
+    parts |= given(candidate, *OURS[1:], "truncate_dim", "bm25") | similarity_of(candidate)
     return parts | (dict(adapter=weights_of(candidate.adapter)) if candidate.adapter else {})
 
 def digest(parts: dict) -> str: # 16 hexadecimal digits
@@ -365,14 +343,15 @@ def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, device
     announce("loading", candidate.source)
     embedder = AnchorEmbedder.from_pretrained(candidate.source, pooling=candidate.pooling, max_length=max_length,
                                               micro_tokens=micro_tokens, device=(devices or [""])[0],
-                                              **extras(candidate))
+                                              **given(candidate, *OURS[1:]))
     model = Replicas(embedder, devices) if len(devices) > 1 else embedder
     joins = embedder.formatter.layout.instruction_format != WHOLE_BEGINNING
     def embed(texts, instruction, task, side):
         prompt = get_prompt_name(embedder.prompts, task, side) if embedder.prompts else "" # of this task or its type
         if prompt in ("query", "document"): prompt = ""
         return model.encode(texts, (instruction if joins else "") or prompt or "", role=side.value if side else "",
-                            normalize_embeddings=True, show_progress_bar=len(texts) > 500, **shortened(candidate))
+                            normalize_embeddings=True, show_progress_bar=len(texts) > 500,
+                            **given(candidate, "truncate_dim"))
     size = candidate.truncate_dim or embedder.lm.config.hidden_size
     return embed, dict(max_tokens=embedder.formatter.layout.max_length, embed_dim=size)
 
@@ -388,7 +367,7 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
     if measure not in ("cosine", "dot"):
         raise ValueError(f"{candidate.source} compares vectors by similarity_fn_name={measure!r}; only cosine and dot "
                          "are supported here")
-    how = dict(normalize_embeddings=measure == "cosine", show_progress_bar=False, **shortened(candidate),
+    how = dict(normalize_embeddings=measure == "cosine", show_progress_bar=False, **given(candidate, "truncate_dim"),
                device=devices if len(devices) > 1 else None)
     def embed(texts, instruction, task, side):
         name, prompt = get_prompt_name(model.prompts, task, side), {}
@@ -401,6 +380,10 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
 # %% ../../nbs/evaluation/03_encoders.ipynb #bee583da
 BM25 = "mteb/baseline-bm25s"
 
+def best_hits(scores: dict) -> dict: # document -> score
+    "The best `DEPTH` documents of a query."
+    return dict(heapq.nlargest(DEPTH, scores.items(), key=lambda pair: (pair[1], pair[0])))
+
 def beside_bm25(encoder: Encoder, weight: float): # as mteb calls a search model
     """An embedder and BM25 as one: the best `DEPTH` of each, fused.
 
@@ -409,9 +392,8 @@ def beside_bm25(encoder: Encoder, weight: float): # as mteb calls a search model
     """
     import mteb
     from mteb.models.hybrid_wrappers import HybridSearch
-    def best(scores): return dict(heapq.nlargest(DEPTH, scores.items(), key=lambda pair: (pair[1], pair[0])))
     both = HybridSearch([encoder, mteb.get_model(BM25)], fusion_strategy=lambda scores, _: fuse(
-        *map(best, scores), weight))
+        *map(best_hits, scores), weight))
     both.mteb_model_meta = encoder.mteb_model_meta
     return both
 

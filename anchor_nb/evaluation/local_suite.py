@@ -6,7 +6,7 @@
 __all__ = ['describe']
 
 # %% ../../nbs/evaluation/01_local_suite.ipynb #7f030c04
-import difflib, json, re
+import json, re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -289,18 +289,11 @@ SUITES = {"local": tuple(name for name in LOCAL if not name.startswith("LocalToy
 SUITE = 1  # version of the rules in this module; another number triggers a rebuild
 
 
-def card(name: str) -> Card:
-    "The card of a local task; ValueError offers the nearest names."
-    if name in LOCAL: return LOCAL[name]
-    near = difflib.get_close_matches(name, LOCAL, n=3, cutoff=0.5) or list(LOCAL)
-    raise ValueError(f"There is no local task {name!r}; choose from {', '.join(near)}")
-
-
 def build_local(name: str,                   # one of `LOCAL`
                 folder: Path | None = None,  # where local tasks live; default: `local` in the cache
                ) -> Path:                    # `<folder>/<name>`
     "Build a local task from its source, or reuse the finished build."
-    made, target = card(name), Path(folder or cache_dir()/"local")/name
+    made, target = LOCAL[name], Path(folder or cache_dir()/"local")/name
     wanted = {"task": name, "build": corpora.BUILD, "suite": SUITE}
     source = CORPORA.get(made.corpus) or LABELLED[made.corpus]
     if made.corpus != "debian": wanted["source"] = source_of(source, None)
@@ -324,7 +317,7 @@ def local_task(name: str,                   # one of `LOCAL`
                folder: Path | None = None,  # where local tasks live; default: `local` in the cache
               ):                            # an mteb task, an AbsTask
     "A local task, built if need be."
-    made, parts = card(name), read_parts(name, folder)
+    made, parts = LOCAL[name], read_parts(name, folder)
     metadata = dict(description=f"{made.title[0].upper()}{made.title[1:]}. Good for: {made.good_for}. Weak: "
                                 f"{made.weak}.")
     if made.type in ("Retrieval", "Reranking"):

@@ -17,13 +17,9 @@ class Interval:
     low: float   # 2.5th percentile
     high: float  # 97.5th percentile
 
-def _means(values: np.ndarray, generator, samples: int) -> np.ndarray: # [samples], rounded up to hundreds
-    "The mean of each draw with replacement."
-    draws = [values[generator.integers(0, len(values), (100, len(values)))].mean(1) for _ in range(-(-samples // 100))]
-    return np.concatenate(draws)
-
-def _means_of_groups(values: np.ndarray, groups: list, generator, samples: int) -> np.ndarray: # as `_means`
-    "The mean of each draw of whole groups with replacement."
+def _means(values: np.ndarray, generator, samples: int, groups: list = ()) -> np.ndarray: # [samples], up to hundreds
+    "The mean of each draw with replacement, of whole groups if there are any."
+    groups = groups or range(len(values))
     numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
     place = [numbers[name] for name in groups]
     sums, sizes = np.bincount(place, values), np.bincount(place)
@@ -39,22 +35,24 @@ def bootstrap(values,              # one number per query
     values, generator = np.asarray(list(values), dtype=np.float64), np.random.default_rng(seed)
     if not len(values):
         raise ValueError("no values; a bootstrap needs at least one query")
-    draws = _means_of_groups(values, groups, generator, samples) if groups else _means(values, generator, samples)
-    low, high = np.percentile(draws, [2.5, 97.5])
+    low, high = np.percentile(_means(values, generator, samples, groups), [2.5, 97.5])
     return Interval(float(values.mean()), float(low), float(high))
 
 # %% ../../nbs/evaluation/00_significance.ipynb #04e224b2
+def gaps(a: dict, b: dict) -> list: # query id -> value; -> of a minus b, by rising id
+    "The differences of two systems; ValueError unless they were asked the same queries."
+    if a.keys() != b.keys():
+        raise ValueError(f"{len(a.keys() ^ b.keys())} queries were asked of one system only; evaluate both on the same "
+                         "cut of the task")
+    return [a[query] - b[query] for query in sorted(a)]
+
 def paired_bootstrap(a: dict,       # query id -> value of one system
                      b: dict,       # query id -> value of the other, same queries
                      seed: int = 0, # of the draws
                      groups: dict = {}, # query id -> its group, such as a document; empty: queries are independent
                     ) -> Interval:  # of a minus b
     "The mean difference of two systems over the same queries, with its 95 % interval."
-    if a.keys() != b.keys():
-        raise ValueError(f"{len(a.keys() ^ b.keys())} queries were asked of one system only; evaluate both on the same "
-                         "cut of the task")
-    return bootstrap([a[query] - b[query] for query in sorted(a)], seed,
-                     groups=[groups.get(query, query) for query in sorted(a)] if groups else ())
+    return bootstrap(gaps(a, b), seed, groups=[groups.get(query, query) for query in sorted(a)] if groups else ())
 
 def sign_flip(a: dict, b: dict,  # query id -> value, same queries
               groups: dict = {}, # as for `paired_bootstrap`
@@ -186,10 +184,7 @@ def difference_of(a: dict, b: dict,    # items of two systems
         raise ValueError(f"one system has the statistic {kind!r}, the other {b['statistic']!r}; evaluate both with one "
                          "version")
     if kind == "mean": return paired_bootstrap(a["values"], b["values"], seed)
-    if a["values"].keys() != b["values"].keys():
-        raise ValueError(f"{len(a['values'].keys() ^ b['values'].keys())} pairs were scored for one system only; "
-                         "evaluate both on the same data")
-    if (first[:, 0] != second[:, 0]).any():
-        raise ValueError("the gold values differ; evaluate both systems on the same data")
+    if a["values"].keys() != b["values"].keys() or (first[:, 0] != second[:, 0]).any():
+        raise ValueError("the pairs or their gold values differ; evaluate both systems on the same data")
     ours, theirs = _scores(kind, first[:, 0], [first[:, 1], second[:, 1]], seed, samples)
     return _interval(ours - theirs)

@@ -51,18 +51,10 @@ def paper_rows() -> list: # of rows, one per model and task
                  model=paper()["models"][label.partition("/")[0]], **common)
             for task, scores in paper()["table14_15_tasks"].items() for label, score in scores.items()]
 
-# %% ../../nbs/evaluation/06_tables.ipynb #010fe85c
-def completed(rows) -> list: # the rows of main scores
-    "Rows of main scores, with the fields that older ledgers lack."
-    usual = dict(type="Retrieval", training_seed=None, benchmark="", data="", model="")
-    return [usual | row | dict(main=True, max_length=row.get("max_length") or 0,
-                               instructions=row.get("instructions") or "none")
-            for row in rows if row.get("main", row["metric"] == "ndcg_at_10")]
-
 # %% ../../nbs/evaluation/06_tables.ipynb #6c959b49
 def comparable(rows) -> list: # of rows, one for each label, step, task and training seed
     "The rows of main scores that a table shows, in the ledger's order; `runs.ledger.latest` says which."
-    return latest(completed(rows))
+    return latest([row for row in rows if row.get("main")])
 
 # %% ../../nbs/evaluation/06_tables.ipynb #8d7330c6
 def by_seed(rows) -> dict: # comparable rows of one label and step -> task -> {training seed: score}
@@ -234,7 +226,7 @@ def tolerance(tasks: int) -> float: # how many are averaged; -> points
 AS_THE_PAPER = {"max_length": 512, "instructions": "paper"}
 
 def _fitting(cell: dict,  # of the paper
-             rows: list,  # completed rows of our label for it
+             rows: list,  # main rows of our label for it
             ) -> tuple:   # the rows that fit, and why there are none
     "Our rows for a cell of the paper, or the reason why none fit."
     rows = [row for row in rows if row["task"] in cell["tasks"]]
@@ -266,7 +258,8 @@ def expected_vs_obtained(rows,           # of the ledger
     "Every score of the paper beside ours, with the difference and a verdict."
     import pandas as pd
     ours, lines = {}, []
-    for row in completed(rows): # where no length was asked for, the one that the checkpoint has
+    for row in rows: # where no length was asked for, the one that the checkpoint has
+        if not row.get("main"): continue
         ours.setdefault(row["label"], []).append(row | dict(max_length=row.get("tokens") or row["max_length"]))
     for cell in paper_cells():
         fitting, why = _fitting(cell, ours.get(our_label(cell["label"], ours, paper_backbone(base)), []))

@@ -6,15 +6,15 @@
 __all__ = ['WEIGHTS', 'Remembering', 'opened', 'beside_words', 'score_systems', 'verdict', 'widest', 'advice']
 
 # %% ../../nbs/evaluation/08_verdict.ipynb #066f504a
-import heapq, math, tempfile
+import math, tempfile
 from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 from ..data.retrieval_sets import Retrieval, as_task
-from .encoders import Candidate, Encoder, load, meta
+from .encoders import Candidate, Encoder, best_hits, load, meta
 from .measure import evaluate_task
-from .significance import bootstrap, paired_bootstrap, sign_flip
-from ..inference.words import DEPTH, fuse
+from .significance import paired_bootstrap, sign_flip
+from ..inference.words import fuse
 
 # %% ../../nbs/evaluation/08_verdict.ipynb #865a010b
 @contextmanager
@@ -23,7 +23,7 @@ def keeping(task): # of mteb; yields query -> document -> score, filled by an ev
     inner, kept = task.task_specific_scores, {}
     def keep(scores, judged, results, **where):
         for query, hits in results.items():
-            kept[query] = dict(heapq.nlargest(DEPTH, hits.items(), key=lambda pair: (pair[1], pair[0])))
+            kept[query] = best_hits(hits)
         return inner(scores, judged, results, **where)
     task.task_specific_scores = keep
     try: yield kept
@@ -39,15 +39,14 @@ class Ranked:
     def search(self, queries, **how): return {query: self.ranking[query] for query in queries["id"]}
 
 # %% ../../nbs/evaluation/08_verdict.ipynb #6b02eafb
-def score_one(model, asked: Retrieval) -> dict: # values: query -> nDCG@10; score, low, high, seconds; ranking
-    "One system's score, with its interval and its ranking."
+def score_one(model, asked: Retrieval) -> dict: # values: query -> nDCG@10; score, their mean; seconds; ranking
+    "One system's score, with its ranking."
     task = as_task(asked)
     with tempfile.TemporaryDirectory() as cache, keeping(task) as ranking:
         hits = evaluate_task(model, task, Path(cache))
-    values = {name.rpartition("/")[2]: value for name, value in hits.items["values"].items()}
-    interval = bootstrap([values[query] for query in sorted(values)])
-    return dict(score=interval.mean, low=interval.low, high=interval.high, seconds=hits.seconds, values=values,
-                ranking=ranking)
+    values = {name.removeprefix("default/test/"): value for name, value in hits.items["values"].items()}
+    score = float(np.mean([values[query] for query in sorted(values)]))
+    return dict(score=score, seconds=hits.seconds, values=values, ranking=ranking)
 
 # %% ../../nbs/evaluation/08_verdict.ipynb #314bfb18
 class Remembering:
@@ -83,7 +82,7 @@ def score_systems(asked: Retrieval, # name without slashes
                   max_length: int = 256, # tokens of a text
                   known: dict | None = None, # vectors of earlier calls, which this one adds to
                   weights: dict | None = None, # label -> weight of BM25; None: the best here, as on a development split
-                 ) -> dict: # label -> score, low, high, seconds, values, ranking; also of "LABEL + BM25", with weight
+                 ) -> dict: # label -> score, seconds, values, ranking; also of "LABEL + BM25", with weight
     "Every system on the same queries, and those that have a weight fused with BM25 too."
     sheet = {label: score_one(opened(candidate, known, max_length), asked) for label, candidate in systems.items()}
     tried = dict.fromkeys(systems, WEIGHTS) if weights is None else {label: [weights[label]] for label in weights}

@@ -345,6 +345,7 @@ def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypat
                  "out=runs/mine", "--dry-run")
     assert job.exit_code == 0, job.output
     for words in ("#SBATCH --partition=gpu", "#SBATCH --time=240", "'processes': 8"): assert words in job.output
+    assert "there are prepare, mine" in invoke("submit", "stage9", "--gpus", "2", "--dry-run").stderr
     shown = invoke("sweep", "alpha", "--dry-run")
     assert shown.exit_code == 0 and "stage1-" in shown.output and "waiting" in shown.output, shown.output
     assert list(tmp_path.iterdir()) == []

@@ -34,7 +34,7 @@ def test_help_names_every_kind_of_work_and_the_exit_codes():
     (["anchor-nb", "eva"], "evaluate"),
     (["anchor-nb", "stage1", "--preset", "smo"], "smoke"),
     (["anchor-nb", "recipe", "llm"], "llm2vec"),
-    (["anchor-nb", "stage1", "-p", "alph"], "alpha="),
+    (["anchor-nb", "stage1", "--alph"], "--alpha"),
     (["anchor-nb", "stage1", "--dr"], "--dry-run"),
 ])
 def test_a_shell_completes_commands_options_and_our_own_names(words, expected):

@@ -154,11 +154,6 @@ def test_licence_and_source_travel_along(name, folder):
     assert json.loads((built/"manifest.json").read_text())["source"]["name"] == "anchor_nb"
 
 
-def test_an_unknown_name_is_answered_with_near_ones():
-    with pytest.raises(ValueError, match="no local task 'LocalToySTSs'; choose from LocalToySTS"):
-        local_task("LocalToySTSs")
-
-
 # ---- scoring ----
 
 @every_quick_task

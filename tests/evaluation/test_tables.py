@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from anchor_nb.evaluation.comparison import Part, difference
 from anchor_nb.evaluation.significance import over_seeds
-from anchor_nb.evaluation.tables import (by_seed, comparable, completed, expected_vs_obtained, inconsistencies,
+from anchor_nb.evaluation.tables import (by_seed, comparable, expected_vs_obtained, inconsistencies,
                                          our_label, paper, paper_backbone, paper_cells, paper_rows, paper_tasks,
                                          results_table, significance_table, task_means, task_type, tolerance)
 
@@ -93,17 +93,6 @@ def test_one_row_each_all_on_one_cut(drawn):
         assert len({r["data"] or r["seed"] for r in found if r["task"] == task}) <= 1
         assert len({r["max_length"] for r in found if r["task"] == task and r["max_length"]}) <= 1
     assert {r["task"] for r in found} == {r["task"] for r in rows}
-
-
-def test_rows_of_older_ledgers_are_read():
-    old = {name: value for name, value in row().items() if name not in ("type", "main", "training_seed", "benchmark",
-                                                                        "data")}
-    found = completed([old, old | dict(metric="mrr_at_10"), old | dict(label="bm25", max_length=None,
-                                                                       instructions=None)])
-    assert [(r["type"], r["training_seed"], r["max_length"], r["instructions"]) for r in found] == [("Retrieval", None,
-                                                                                                     64, "paper"),
-                                                                                                    ("Retrieval", None,
-                                                                                                     0, "none")]
 
 
 def test_other_data_is_another_cut():
@@ -261,3 +250,10 @@ def test_one_trained_run_is_no_constant_beside_several():
     part = lambda *seeds: Part(dict(zip(seeds, (0.5, 0.6, 0.7))), [None])
     assert difference(part(1, 2, 3), part(7)) is None, "whatever its seed is called"
     assert difference(part(1, 2, 3), part(None)).mean == pytest.approx(0.1), "a model that was not trained here"
+
+
+def test_queries_of_the_mean_of_tasks_are_paired_by_name():
+    def part(**values): return Part({None: 0.5}, [dict(statistic="mean", values=values)]*2)
+    assert difference(part(a=0.5, b=0.7), part(b=0.5, a=0.5)).mean == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="2 queries were asked of one system only"):
+        difference(part(a=0.5, b=0.7), part(a=0.5, c=0.5))
