@@ -311,7 +311,8 @@ def instruction_table(path) -> dict:
     "What a YAML file of instructions holds; ValueError names file, line and fix."
     try: table = read_yaml(path)
     except ValueError as error:
-        raise ValueError(f"{error}; write each name once, and quote an instruction with a colon or a quote in it") from None
+        raise ValueError(f"{error}; write each name once, and quote an instruction with a colon or a quote in "
+                         "it") from None
     if not isinstance(table, dict):
         raise ValueError(f"{path}: no table; write one line for each, NAME: instruction")
     return table

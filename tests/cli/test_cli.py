@@ -234,7 +234,7 @@ def stubbed(monkeypatch, tmp_path):
     stub("data.deduplication.dedup_pairs", dict(datasets={"a": facts}, tests={}))
     stub("data.inspection.inspect_pairs", dict(unit="words", max_length=8, datasets={}))
     stub("data.splitting.split_pairs", dict(rows=3, groups=3, by="", pairs=dict(a=2), queries=1, documents=3,
-                                            interval=98.0, largest_group=1))
+                                            interval=98.0, largest_group=1, test_groups=1, file_names=False))
     stub("inference.own_pairs.question_set", dict(queries=1, documents=3, lost=["who?"]))
     stub("cli.doctor.checks", [])
     stub("inference.corpus_encoding.encode_corpus",
