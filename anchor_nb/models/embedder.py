@@ -27,7 +27,8 @@ from .resolve import BESIDE, base_of, find_model, small_files
 # %% ../../nbs/models/10_embedder.ipynb #45e83fcc
 def check_base(folder: str, base: str): # base: as `base_of` gives it
     "Warn where another model than an adapter was trained on may have taken its place."
-    trained_on, place = stored_facts(small_files(folder)).get("inputs", {}).get("model", "").partition(" on ")[0], find_model(base)
+    inputs, place = stored_facts(small_files(folder)).get("inputs", {}), find_model(base)
+    trained_on = inputs.get("model", "").partition(" on ")[0]
     if trained_on and Path(place).is_dir() and content_hash(place, BESIDE) != trained_on != content_hash(place):
         warnings.warn(f"{folder} was trained on {base}, which has changed since; unless its weights are the old ones, "
                       "the vectors are wrong")

@@ -238,7 +238,8 @@ def shorter_command(recipe,         # `Training` as it was asked for
     "The command that would end within `LONG`, and what it costs; empty if this one does, or is not known."
     if expected.seconds <= LONG: return []
     steps, over = int(0.9*LONG/expected.step_seconds), f"That is over {LONG//60} minutes"
-    if not steps: return [f"{over}, and so is a single step: take a smaller model, global_batch or max_length, or a GPU."]
+    if not steps:
+        return [f"{over}, and so is a single step: take a smaller model, global_batch or max_length, or a GPU."]
     changes = dict(steps=steps, epochs=0.0, out=f"{recipe.out.rstrip('/')}-short")
     for name in ("warmup_steps", "anchor_after"): # their share of the steps stays
         if (value := getattr(recipe, name, 0)) > 0: changes[name] = value*steps//decided.steps
