@@ -2391,8 +2391,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.trained_instruction': ( 'inference/search.html#trained_instruction',
                                                                                                 'anchor_nb/inference/search.py'),
-                                            'anchor_nb.inference.search.update': ( 'inference/search.html#update',
-                                                                                   'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.with_words': ( 'inference/search.html#with_words',
                                                                                        'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.write_faiss': ( 'inference/search.html#write_faiss',

@@ -167,7 +167,7 @@ def target_losses(embedder: AnchorEmbedder,
         embeddings = lm.get_input_embeddings()(batch.decode.ids)
         if anchors is not None: embeddings = embeddings.index_copy(0, batch.places, anchors[list(piece)].to(embeddings))
         states = run_packed(trunk_of(lm), batch.decode, embeddings, batch.visible, causal=True)[batch.rows]
-        values = torch.cat([F.cross_entropy(head(part).float(), wanted, reduction="none") # logits of 1024 rows at a time
+        values = torch.cat([F.cross_entropy(head(part).float(), wanted, reduction="none") # few logits at a time
                             for part, wanted in zip(states.split(1024), batch.targets.split(1024))])
         counts = [count_targets([pair], rules, eos, ("q2d",))[0] for pair in pairs]
         for n, part in zip(piece, values.cpu().split(counts)): losses[n] = part

@@ -215,20 +215,6 @@ def with_words(index, # `Index`
     scores = fuse(cosines, index.words.nearest(query, DEPTH), bm25)
     return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))
 
-# %% ../../nbs/inference/02_search.ipynb #3129a219
-def update(index, documents: dict, show_progress_bar: bool): # as for `Index.updated`
-    "Vectors of known texts are taken over, those of new ones computed."
-    if not any(index.texts):
-        raise ValueError("this index has no texts, so it cannot tell which are new; open it with the corpus as texts")
-    rows = {text: row for row, text in enumerate(index.texts)}
-    new, vectors = [text for text in dict.fromkeys(documents.values()) if text not in rows], index.vectors
-    if new:
-        rows |= {text: len(index) + number for number, text in enumerate(new)}
-        vectors = np.concatenate([vectors, index.embedder.encode_document(
-            new, show_progress_bar=show_progress_bar, normalize_embeddings=True, truncate_dim=index.truncate_dim)])
-    return type(index)(index.embedder, documents, vectors[[rows[text] for text in documents.values()]],
-                       index.truncate_dim)
-
 # %% ../../nbs/inference/02_search.ipynb #94b3ebc2
 def as_units(vectors): # -> the same, or an array
     "Vectors of length 1, whose inner products are cosines; those that have it, or lie on the disk, as they are."
@@ -247,7 +233,7 @@ def refuse_changed(index): # `Index`
         raise ValueError(f"the embedder was changed after this index was made, in {changed}; set it back, or make the "
                          "index again")
 
-# %% ../../nbs/inference/02_search.ipynb #60416b77
+# %% ../../nbs/inference/02_search.ipynb #d889eeeb
 def check_given(vectors, ids: list, texts: list):
     "ValueError for vectors that cannot be those of the documents."
     if np.ndim(vectors) != 2:
@@ -255,11 +241,12 @@ def check_given(vectors, ids: list, texts: list):
     if len(vectors) != len(ids):
         raise ValueError(f"{len(ids)} documents have {len(vectors)} vectors; give one for each")
     if not (rows := as_matrix(vectors)).is_floating_point():
-        raise ValueError(f"vectors are {str(rows.dtype).removeprefix('torch.')}; search takes floating point, so encode "
-                         "with precision=float32")
+        raise ValueError(f"vectors are {str(rows.dtype).removeprefix('torch.')}; search takes floating point, so "
+                         "encode with precision=float32")
     if isinstance(vectors, np.memmap): return # of a file that `save` wrote, and all of it would have to be read
     check_finite(vectors, lambda row: f"the vector of document {ids[row]!r}, {texts[row][:60]!r},")
 
+# %% ../../nbs/inference/02_search.ipynb #60416b77
 class Stored:
     "How an index gets onto the disk and back, and follows its corpus."
     def save(self, folder: str | Path) -> Path:
@@ -307,7 +294,16 @@ class Stored:
             What `Index` would make of the documents, up to rounding; this index stays as it is.
         """
         refuse_changed(self)
-        return update(self, by_id(documents), show_progress_bar)
+        documents, vectors, rows = by_id(documents), self.vectors, {text: row for row, text in enumerate(self.texts)}
+        if not any(rows):
+            raise ValueError("this index has no texts, so it cannot tell which are new; open it with the corpus as "
+                             "texts")
+        if new := [text for text in dict.fromkeys(documents.values()) if text not in rows]:
+            rows |= {text: len(self) + number for number, text in enumerate(new)}
+            vectors = np.concatenate([vectors, self.embedder.encode_document(
+                new, show_progress_bar=show_progress_bar, normalize_embeddings=True, truncate_dim=self.truncate_dim)])
+        vectors = vectors[[rows[text] for text in documents.values()]]
+        return type(self)(self.embedder, documents, vectors, self.truncate_dim)
 
 # %% ../../nbs/inference/02_search.ipynb #b23dffc9
 class Index(Stored):

@@ -149,9 +149,8 @@ def test_what_is_plainly_meant_is_taken(embedder):
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda e: e.encode(np.array(5)), "texts is int; give a string"), (lambda e: best_of([[1.0, np.nan]], [[1.0, 0.0]], 1),
-                                                                       "query 0 of queries has a number that is not "
-                                                                       "finite"),
+    (lambda e: e.encode(np.array(5)), "texts is int; give a string"),
+    (lambda e: best_of([[1.0, np.nan]], [[1.0, 0.0]], 1), "query 0 of queries has a number that is not finite"),
     (lambda e: Index(e, ["a"]).search("a", k="2"), "k='2' is str; give a whole number"),
     (lambda e: Index(e, ["a"], np.ones((1, 64), np.int8)), "vectors are int8; search takes floating point"),
     (lambda e: Index(e, ["a"], np.ones((1, 9))).search("a"), "queries have 64 numbers and the corpus 9; encode both"),

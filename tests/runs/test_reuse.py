@@ -96,7 +96,8 @@ def test_shards_with_an_instruction_are_no_documents(stores, tmp_path):
         Index.from_shards(embedder, tmp_path/"asked")
 
 
-@pytest.mark.parametrize("how, other", [(dict(columns=dict(text="body")), True), (dict(columns=dict(id="body")), False)])
+@pytest.mark.parametrize("how, other", [(dict(columns=dict(text="body")), True),
+                                        (dict(columns=dict(id="body")), False)])
 def test_a_kept_index_is_of_these_documents(stores, tmp_path, how, other):
     folder, embedder = stores
     corpus, keep = str(folder/"corpus.jsonl"), str(tmp_path/"keep")
