@@ -183,7 +183,7 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
         capped = ", or raise train_pairs"*(not recipe.pairs and 0 < 2*recipe.train_pairs <= total)
         raise ValueError(f"{total} queries leave a test set of {test}, too small to tell anything: a difference of 10 "
                          f"points takes about {queries_needed(0.1)} queries, 5 points {queries_needed(0.05)}; the "
-                         "test set takes a fourth, so give more pairs or documents{capped}")
+                         f"test set takes a fourth, so give more pairs or documents{capped}")
     return [test, dev]
 
 def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count: rows that ask; others: sentences

@@ -138,8 +138,8 @@ def tune_encoder(model: str,       # a sentence-transformers folder, hub id or s
              f"{100*shares[share]:.1f} with {100*share:.0f} % of the tuned weights, on the development split")
     facts = dict(model=str(model), pairs=len(rows), rates={f"{key:g}": value for key, value in rates.items()},
                  rate=rate or max(rates, key=rates.get), epochs=scores, shares=shares, share=share,
-                 dev=shares[share], batch=batch,
-                 max_length=encoder.max_seq_length, seed=seed, parameters=sum(part.numel() for part in encoder.parameters()),
+                 dev=shares[share], batch=batch, max_length=encoder.max_seq_length, seed=seed,
+                 parameters=sum(part.numel() for part in encoder.parameters()),
                  seconds=round(time.perf_counter() - began, 1))
     with new_folder(Path(out)) as folder, without_bars():
         encoder.save_pretrained(str(folder), create_model_card=False)
