@@ -2327,8 +2327,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.as_units': ( 'inference/search.html#as_units',
                                                                                      'anchor_nb/inference/search.py'),
-                                            'anchor_nb.inference.search.asked_with': ( 'inference/search.html#asked_with',
-                                                                                       'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.best_of': ( 'inference/search.html#best_of',
                                                                                     'anchor_nb/inference/search.py'),
                                             'anchor_nb.inference.search.bm25_weight': ( 'inference/search.html#bm25_weight',

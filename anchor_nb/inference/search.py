@@ -550,10 +550,6 @@ def takes_instruction(model: str, layout, instruction: str) -> bool: # layout: h
     untrained = stored_facts(small_files(find_model(model))).get("recipe", {}).get("instructions") == "none"
     return not untrained and stays_apart(layout, instruction)
 
-def asked_with(instruction: str, usual: str) -> str:
-    "The instruction that queries get; `none` means that there is none."
-    return "" if instruction == "none" else instruction or usual
-
 # %% ../../nbs/inference/02_search.ipynb #ef014022
 def search_corpus(model: str,            # run folder, model folder, adapter folder, hub id or short name
                   corpus: str,           # this and the following as for `open_index`

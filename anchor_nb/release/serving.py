@@ -98,14 +98,16 @@ class Ranker:
                                         f"asked with: {self.usual}" if self.usual and self.takes_instruction else ""]))
 
     def asked(self, instruction: str) -> str:
-        "The instruction that the model gets."
-        from anchor_nb.inference.search import asked_with
-        return asked if self.takes(asked := asked_with(instruction, self.usual)) else ""
+        "The instruction that the model gets; `none`: not even the query prompt of its checkpoint."
+        asked = instruction or self.usual
+        return asked if asked == "none" or self.takes(asked) else ""
 
     def vector(self, query: str, instruction: str = ""): # -> [dimension] fp32 of length 1
         "The embedding of a question."
-        return self.index.embedder.encode_query([query], self.asked(instruction), normalize_embeddings=True,
-                                                truncate_dim=self.index.truncate_dim)[0]
+        asked = self.asked(instruction)
+        how = dict(role="") if asked == "none" else dict(role="query", instruction=asked)
+        return self.index.embedder.encode([query], normalize_embeddings=True, truncate_dim=self.index.truncate_dim,
+                                          **how)[0]
 
     def scores(self, query: str, instruction: str = "") -> np.ndarray: # [texts]
         "Cosines; with BM25 the fused scores, in [0, 1], and below these the other texts by their cosines."
@@ -123,6 +125,7 @@ class Ranker:
         "The text that the model writes, greedily, from the embedding of a question alone."
         from anchor_nb.inference.decoding import decode_from_anchor
         asked = self.asked(instruction)
+        asked = "" if asked == "none" else asked
         return plain(decode_from_anchor(self.index.embedder, query, asked, max_new_tokens=tokens).text)
 
 # %% ../../nbs/release/06_serving.ipynb #db1b7b52
