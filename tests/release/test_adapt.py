@@ -445,7 +445,7 @@ def test_a_plan_caps_titles_as_the_run_does(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(module, "ask", lambda *_: pytest.fail("a model was asked"))
     (tmp_path/"docs").mkdir()
     for n in range(160):
-        (tmp_path/f"docs/house{n}.md").write_text(f"# House {n}\n\nRoom {n} is red. It has {n*7} doors.")
+        (tmp_path/f"docs/house{n}.md").write_text(f"# House {n}\n\nRoom {n} of it is red. It has {n*7} doors in all.")
     few = recipe(tmp_path, pairs="", questions=0, train_pairs=16)
     for call in (outlook, adapt): refused(lambda: call(few), "32 queries leave a test set of 8", "or raise train_pairs")
 
