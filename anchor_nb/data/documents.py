@@ -132,7 +132,11 @@ class Page(HTMLParser):
         elif tag == "a" and self.anchor:
             self.links.append(("".join(self.anchor[0]), self.anchor[1]))
             self.anchor = None
-        elif tag in self.BREAK and tag not in ("br", "hr"): self.handle_data(self.BREAK[tag][:1]) # <br/> ends itself
+        elif tag in self.BREAK: self.handle_data(self.BREAK[tag][:1])
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in ("br", "hr"): self.handle_endtag(tag) # these have no end, and would break the line twice
 
     def handle_data(self, data):
         if self.skipped: return

@@ -263,16 +263,16 @@ def hidden(path: Path, folder: Path) -> bool:
 
 def files_below(folder: Path) -> list: # of paths, sorted
     "All files in a folder and in the folders it links to; each folder is entered once."
-    files, entered = [], {os.path.realpath(folder)}
-    def enters(place: Path) -> bool:
-        real = os.path.realpath(place)
-        return real not in entered and not entered.add(real)
+    files, entered = [], set()
     def fail(error: OSError): # a folder that may not be read
         if not hidden(Path(error.filename), folder):
             raise error
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
-        by_name = sorted(folders, key=lambda name: (name.startswith("."), name)) # hidden ones last
-        folders[:] = [name for name in by_name if enters(Path(parent)/name)]
+        if (real := os.path.realpath(parent)) in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders.sort(key=lambda name: (name.startswith("."), name)) # hidden ones last, since a link may show what they hold
         files += [Path(parent)/name for name in names if (Path(parent)/name).is_file()]
     return sorted(files)
 

@@ -48,7 +48,6 @@ CORPUS = ("text", "title", "id") # what `columns` may name of a corpus
 @dataclass(frozen=True, kw_only=True)
 class Encoding(Recipe):
     "What to encode and how; ValueError names the field and the fix."
-    fixed = dict(field="", id_field="") # `columns` says it
     corpus: str = setting("", "a table (CSV, JSONL, parquet ...), a folder of them, a BEIR folder, a folder saved by "
                               "datasets, or hf:org/name", how=True)
     model: str = setting("smollm2-135m", "run folder, model folder, adapter folder, hub id or short name", how=True)
@@ -74,8 +73,7 @@ class Encoding(Recipe):
         object.__setattr__(self, "precision", "bf16" if usable_gpus() and has_bf16() else "fp32")
 
     def problems(self):
-        return [(self.shard_rows < 1, f"shard_rows={self.shard_rows}; give 1 or more"),
-                (not self.out, "out is empty; name a folder for the shards")]
+        return [(self.shard_rows < 1, f"shard_rows={self.shard_rows}; give 1 or more")]
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #38b71113
 class Piece(NamedTuple):
@@ -378,7 +376,9 @@ def manifest_of(out) -> dict:
 def decisive(manifest: dict) -> dict: # what the embedder's identity says already is left out of the settings
     "What decides the content of an encoding."
     repeated = ("instruction", "role", "pooling", "max_length")
-    settings = {name: value for name, value in manifest["settings"].items() if name not in repeated}
+    usual = dict(field=("", "text"), id_field=("",)) # settings of older encodings, for which there is `columns` now
+    settings = {name: value for name, value in manifest["settings"].items()
+                if name not in repeated and value not in usual.get(name, ())}
     return dict(corpus=manifest["corpus"]) | manifest["embedder"] | settings
 
 def register(out: Path, manifest: dict) -> str: # its stamp

@@ -384,7 +384,11 @@ def check_keep(folder: str | Path) -> Path: # expanded
 def check_writable(folder: Path):
     "ValueError or OSError where an index cannot be written to a folder, before a corpus is encoded for it."
     check_replaceable(target := folder.resolve())
-    with scratch(target.parent, target.name): pass # restores what a killed process had moved aside
+    try:
+        with scratch(target.parent, target.name): pass # restores what a killed process had moved aside
+    except OSError as error:
+        if Path(error.filename or "").parent == target.parent: error.filename = str(folder) # not that of the scratch
+        raise
     if target.exists() and not os.access(target, os.W_OK): # it is moved when it is replaced
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
@@ -457,6 +461,9 @@ def index_of_shards(cls, embedder: AnchorEmbedder, folder: str | Path, corpus: s
         raise ValueError(f"truncate_dim={truncate_dim}; the vectors in {folder} have "
                          f"{encoded.records[0]['dimension']} numbers")
     settings, contents = encoded.manifest["settings"], [source["sha256"] for source in encoded.manifest["corpus"]]
+    if corpus and (settings.get("field", "") not in ("", "text") or settings.get("id_field")):
+        raise ValueError(f"{folder} was encoded with field or id_field, which are no more; encode {corpus} again with "
+                         "columns, such as columns='{text: inhalt, title: \"\"}'")
     like = next(iter(embedder.sources), "")
     documents, given = read_corpus(corpus, settings["columns"], like) if corpus else ({}, contents)
     if given != contents:

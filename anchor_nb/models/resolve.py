@@ -259,6 +259,5 @@ BESIDE = ("README.md", "search.json", "adapted.json", "certificate.json", "onnx"
 def model_files(model: str, digits: int = 64) -> list: # of hashes so long; of a model on the hub its name and commit
     "What decides a model's vectors: its files without those `BESIDE` them, and those of an adapter's base."
     folder = find_model(model)
-    if not Path(folder).is_dir(): return [at_commit(folder)]
     of_base = model_files(base, digits) if (base := base_of(folder)) else []
-    return [content_hash(str(folder), BESIDE)[:digits], *of_base]
+    return [content_hash(str(folder), BESIDE)[:digits] if Path(folder).is_dir() else at_commit(folder), *of_base]

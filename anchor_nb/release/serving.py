@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.resources import files
 from ipaddress import ip_address
 from pathlib import Path
@@ -82,6 +83,11 @@ class Ranker:
     @property
     def writes(self) -> bool: return can_write(self.stages)
 
+    @cached_property
+    def rules(self): # reading them may ask the hub, which no question should wait for
+        from anchor_nb.inference.decoding import rules_of
+        return rules_of(self.index.embedder)
+
     def takes(self, instruction: str) -> bool:
         "Whether questions may have this instruction."
         from anchor_nb.inference.search import stays_apart
@@ -126,7 +132,8 @@ class Ranker:
         from anchor_nb.inference.decoding import decode_from_anchor
         asked = self.asked(instruction)
         asked = "" if asked == "none" else asked
-        return plain(decode_from_anchor(self.index.embedder, query, asked, max_new_tokens=tokens).text)
+        decoding = decode_from_anchor(self.index.embedder, query, asked, max_new_tokens=tokens, rules=self.rules)
+        return plain(decoding.text)
 
 # %% ../../nbs/release/06_serving.ipynb #db1b7b52
 EXAMPLES, LONGEST = 5, 80 # example questions, and the characters of one that fits on a button

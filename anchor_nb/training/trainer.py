@@ -279,9 +279,10 @@ def foresee(inputs: Inputs, module, steps: Steps, device, processes: int = 1) ->
 def forecast_lines(recipe: Training) -> list: # of lines
     """What a run would say before its first step; trains nothing, writes nothing.
 
-    OSError or ValueError where the run would end with one: its data, settings or memory.
+    OSError or ValueError where the run would end with one: the rows of its data, its settings or memory.
     """
-    find_sources(recipe.data)
+    try: find_sources(recipe.data)
+    except FileNotFoundError as error: return [f"no forecast: {error}"] # another stage may yet make it
     if not is_here(recipe.model): return [f"no forecast: {recipe.model} is not on this machine yet"]
     inputs = check_inputs(recipe)
     inputs.compute_in(inputs.begun.get("precision", "auto"))

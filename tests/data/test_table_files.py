@@ -343,11 +343,12 @@ def test_a_page_with_an_element_that_is_never_closed_keeps_its_text(page, expect
 
 
 def test_a_folder_reached_twice_is_entered_once(tmp_path):
-    for name in (".store/c", "x/a"): (tmp_path/name).mkdir(parents=True)
+    for name in (".store/c", ".whole", "x/a"): (tmp_path/name).mkdir(parents=True)
     (tmp_path/"x/b").symlink_to("a")
     (tmp_path/"x/c").symlink_to("../.store/c")
-    for name in ("x/a/f.txt", ".store/c/g.txt"): (tmp_path/name).touch()
-    assert tables.files_below(tmp_path) == [tmp_path/"x/a/f.txt", tmp_path/"x/c/g.txt"]
+    (tmp_path/"x/d").symlink_to("../.whole")
+    for name in ("x/a/f.txt", ".store/c/g.txt", ".whole/h.txt"): (tmp_path/name).touch()
+    assert tables.files_below(tmp_path) == [tmp_path/"x"/name for name in ("a/f.txt", "c/g.txt", "d/h.txt")]
 
 
 def test_a_split_is_named_below_a_folder_with_a_colon(tmp_path):

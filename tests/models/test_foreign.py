@@ -602,7 +602,7 @@ def test_a_model_in_several_files_is_here_once_all_of_them_are(tmp_path, monkeyp
 
 
 def test_an_adapter_is_loaded_by_its_hub_id(tmp_path, monkeypatch):
-    from anchor_nb.models.resolve import start_of
+    from anchor_nb.models.resolve import model_files, start_of
     folder = in_cache(tmp_path, "org/adapter", monkeypatch)
     add_lora(load_backbone(TINY), rank=4).save_pretrained(folder)
     weights = load_file(file := folder/"adapter_model.safetensors")
@@ -611,3 +611,4 @@ def test_an_adapter_is_loaded_by_its_hub_id(tmp_path, monkeypatch):
     assert not np.allclose(wanted, AnchorEmbedder.from_pretrained(TINY).encode("a cat"), atol=1e-3)
     np.testing.assert_allclose(AnchorEmbedder.from_pretrained("org/adapter").encode("a cat"), wanted, atol=1e-6)
     with pytest.raises(ValueError, match="org/adapter is an adapter of"): start_of("org/adapter")
+    assert len(model_files("org/adapter")) == 2, "its base decides the vectors too"

@@ -92,8 +92,9 @@ def test_a_dry_run_ends_with_the_forecast(tmp_path):
     assert not (tmp_path/"run").exists()
     away = CliRunner().invoke(app, ["stage1", *[word.replace("model=tiny", "model=owner/none") for word in words]])
     assert away.exit_code == 0 and "# no forecast: owner/none is not on this machine yet" in away.stdout
-    nowhere = CliRunner().invoke(app, ["stage1", "-p", f"data={tmp_path}/none", "--dry-run"])
-    assert isinstance(nowhere.exception, FileNotFoundError) and "steps:" in nowhere.stdout, "as the run would end"
+    (tmp_path/"bad.jsonl").write_text('{"query": 1}\n')
+    bad = CliRunner().invoke(app, ["stage1", "-p", f"data={tmp_path}/bad.jsonl", "--dry-run"])
+    assert isinstance(bad.exception, ValueError) and "steps:" in bad.stdout, "it ends as the run would"
 
 
 @pytest.mark.parametrize("settings", [dict(sharding="ddp"), dict(sharding="fsdp2")], ids=["ddp", "fsdp2"])
