@@ -179,8 +179,8 @@ def check_options(label: str, given: dict, library: str): # given: the options t
         refuse("bm25", "; give a weight from 0 (vectors alone) to 1")
     if weight and library == "bm25": refuse("bm25", ", beside BM25 itself; name the embedder as model")
     if "adapter" in given and not (isinstance(adapter := given["adapter"], str) and is_adapter(adapter)):
-        refuse("adapter", ", which is neither a folder with adapter_config.json nor a hub id; name one adapter, and the "
-                          "whole model as model")
+        refuse("adapter", ", which is neither a folder with adapter_config.json nor a hub id; name one adapter, and "
+                          "the whole model as model")
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3c085ee0
 def check_model(source: str):

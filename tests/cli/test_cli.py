@@ -310,14 +310,15 @@ def test_two_labels_two_ledgers_and_a_model_are_found_for_a_comparison(tmp_path,
     monkeypatch.chdir(tmp_path)
     for folder, labels in dict(one=["mine", "bm25"], two=["a", "b"]).items():
         ledgers.append_rows(tmp_path/folder/"ledger.jsonl", [
-            dict(label=label, step=0, task="t", metric="ndcg_at_10", value=0.5, seed=0) for label in labels])
+            dict(label=label, step=0, task="t", metric="ndcg_at_10", main=True, value=0.5, seed=0)
+            for label in labels])
     found = lambda text: (side_of(text, Path("two")).label, str(side_of(text, Path("two")).folder))
     assert [found(text) for text in ("a", "one", "one:bm25", "runs/b/model")] == [
         ("a", "two"), ("mine", "one"), ("bm25", "one"), ("b", "two")]
     with pytest.raises(ValueError, match="two holds the scores of a, b; write two:LABEL"): side_of("two", Path("one"))
     for name in ("x/b", "runs/b"): ledgers.write_json(tmp_path/name/"run.json", {})
-    ledgers.append_rows(tmp_path/"two/ledger.jsonl", [dict(label="b", step=0, task="t", metric="ndcg_at_10", value=0.5,
-                                                          seed=0, manifest="x/b/run.json")])
+    ledgers.append_rows(tmp_path/"two/ledger.jsonl", [dict(label="b", step=0, task="t", metric="ndcg_at_10", main=True,
+                                                          value=0.5, seed=0, manifest="x/b/run.json")])
     assert found("x/b") == ("b", "two")
     with pytest.raises(ValueError, match="the scores of b in two are those of .*x/b, not of runs/b"): found("runs/b")
     shown = invoke("compare", "x/b", "b", "--ledger", "two")

@@ -80,7 +80,7 @@ def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
                                                          recipe=dict(steps=4, seed=1))), encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert candidates({"mine": "~/run"}) == candidates({"mine": str(tmp_path/"run")})
-    with pytest.raises(ValueError, match="no adapter_config.json"):
+    with pytest.raises(ValueError, match="neither a folder with adapter_config.json"):
         candidates({"mine": dict(model="tiny", adapter="~/run")})
 
 
