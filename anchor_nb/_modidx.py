@@ -264,6 +264,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'anchor_nb.cli.app.spelled_out': ('cli/app.html#spelled_out', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.takes_settings': ('cli/app.html#takes_settings', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.talking_to_stderr': ('cli/app.html#talking_to_stderr', 'anchor_nb/cli/app.py'),
+                                   'anchor_nb.cli.app.with_gpus': ('cli/app.html#with_gpus', 'anchor_nb/cli/app.py'),
                                    'anchor_nb.cli.app.write_basics': ('cli/app.html#write_basics', 'anchor_nb/cli/app.py')},
             'anchor_nb.cli.data': { 'anchor_nb.cli.data.check': ('cli/data.html#check', 'anchor_nb/cli/data.py'),
                                     'anchor_nb.cli.data.dedup_pairs': ('cli/data.html#dedup_pairs', 'anchor_nb/cli/data.py'),

@@ -243,6 +243,17 @@ AsJson = option(bool, "print one JSON object on stdout and nothing else there", 
 Recipe = argument(str, "one of `anchor-nb recipes`", autocompletion=complete_from(methods))
 MODEL_HELP = "run folder, model folder, sentence-transformers folder, hub id or short name"
 
+# %% ../../nbs/cli/00_app.ipynb #3b60539d
+Gpus = option(int, "processes, one for each GPU; 0: all there are; default: the parameter `processes`",
+                   "--gpus", show_default=False)
+
+def with_gpus(stage: str, gpus: int) -> dict: # parameters
+    "What `--gpus` means; ValueError for a stage that has no processes."
+    if gpus < 0 or stage not in RECIPES: return {} # an unknown stage is refused by what comes next
+    if "processes" not in {f.name for f in fields(RECIPES[stage])}:
+        raise ValueError(f"{stage} runs in one process; leave out --gpus")
+    return dict(processes=gpus)
+
 # %% ../../nbs/cli/00_app.ipynb #8d1e8e0d
 def first_line(notebook: Path) -> str: # the line behind ">" in the first cell
     "The one-line description of a notebook."

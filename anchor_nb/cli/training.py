@@ -23,9 +23,9 @@ from ..core.presets import methods, presets
 from ..core.settings import nearest
 from ..experiments.torchrun import TRAINING, read_pairs, train_stage
 from ..experiments.stages import run_stage, stages
-from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, HelpAll, Output,
+from .app import (DATA, SCALE, START, TRAIN, AsJson, DryRun, Gpus, HelpAll, Output,
                                ParameterFile, Parameters, Preset, Quiet, Recipe, answering, app, argument,
-                               first_line, folder_of, gather, option, show, spelled_out, takes_settings)
+                               first_line, folder_of, gather, option, show, spelled_out, takes_settings, with_gpus)
 
 # %% ../../nbs/cli/02_training.ipynb #a88bdbed
 @app.command("stages", rich_help_panel=START)
@@ -66,14 +66,15 @@ def show_forecast(stage: str, values: dict):
 def add_stage(stage: str):
     "Add a command that runs one stage."
     def command(place: Data = "", parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None,
-                output: Output = None, dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
+                gpus: Gpus = -1, output: Output = None, dry_run: DryRun = False, quiet: Quiet = False,
+                help_all: HelpAll = False):
         if place and "data" in read_pairs(parameter):
             raise ValueError("data is given twice; give it as DATA or with --data, not both")
         name, equals, value = place.partition("=")
         if equals and nearest(RECIPES[stage], name) and not Path(place).exists():
             raise ValueError(f"{place} is not a table; options are written --{name.replace('_', '-')} {value}")
         pairs = [*parameter, f"data={place}"] if place else parameter
-        values = gather(stage, preset, file, pairs)
+        values = gather(stage, preset, file, pairs) | with_gpus(stage, gpus)
         if dry_run:
             if stage not in TRAINING: return show(stage, values)
             shown, why = decided(stage, values)
@@ -262,9 +263,10 @@ def run_recipe(name: Recipe,
 @app.command("submit", rich_help_panel=SCALE)
 @takes_settings(*RECIPES)
 def submit(stage: argument(str, "a stage"), parameter: Parameters = [], preset: Preset = "",
-           file: ParameterFile = None, slurm: Slurm = [],
+           file: ParameterFile = None, gpus: Gpus = -1, slurm: Slurm = [],
            dry_run: option(bool, "print the job, queue nothing", "--dry-run") = False):
     "Queue a stage on a Slurm cluster; it is requeued when its time is up, until it is done."
     from anchor_nb.experiments.slurm import submit_stage
-    job = submit_stage(stage, gather(stage, preset, file, parameter), read_pairs(slurm), dry_run=dry_run)
+    job = submit_stage(stage, gather(stage, preset, file, parameter) | with_gpus(stage, gpus), read_pairs(slurm),
+                       dry_run=dry_run)
     typer.echo(job if dry_run else f"job {job.job_id}; its log: {job.paths.stdout}")

@@ -139,7 +139,7 @@ ALIASES = dict(lr="learning_rate", batch_size="global_batch", train_batch_size="
                dataset_name="data", train_data="data", warmup="warmup_steps", lr_scheduler_type="schedule",
                optim="optimizer", max_gradient_norm="max_grad_norm", lora_r="lora_rank", num_negatives="negatives",
                random_seed="seed", dataloader_num_workers="workers", num_workers="workers",
-               save_total_limit="keep_last", report_to="trackers", gpus="processes")
+               save_total_limit="keep_last", report_to="trackers")
 
 def nearest(cls: type, name: str) -> str: # cls: a recipe; empty where no name is near
     "The parameter of a recipe that a wrong name was probably meant to be."

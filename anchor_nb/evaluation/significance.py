@@ -19,12 +19,15 @@ class Interval:
 
 def _means(values: np.ndarray, generator, samples: int, groups: list = ()) -> np.ndarray: # [samples], up to hundreds
     "The mean of each draw with replacement, of whole groups if there are any."
-    groups = groups or range(len(values))
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
-    place = [numbers[name] for name in groups]
-    sums, sizes = np.bincount(place, values), np.bincount(place)
-    draws = [generator.integers(0, len(sums), (100, len(sums))) for _ in range(-(-samples // 100))]
-    return np.concatenate([sums[drawn].sum(1)/sizes[drawn].sum(1) for drawn in draws])
+    sums, sizes = values, None
+    if groups:
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+        place = [numbers[name] for name in groups]
+        sums, sizes = np.bincount(place, values), np.bincount(place)
+    def means(): # of a hundred draws, since all together could fill the memory
+        drawn = generator.integers(0, len(sums), (100, len(sums)))
+        return sums[drawn].sum(1)/(sizes[drawn].sum(1) if groups else len(sums))
+    return np.concatenate([means() for _ in range(-(-samples // 100))])
 
 def bootstrap(values,              # one number per query
               seed: int = 0,       # of the draws

@@ -203,7 +203,7 @@ def on_hub(name: str) -> str: # a hub id -> the same, or the folder of a package
     if any(in_hub_cache(name, file) for file in CONFIGS) or (there := hub_has(name)): return name
     if there is None and name == MODELS["minilm"]: return cached_model("minilm")
     fault = "the hub has none that you may see"
-    if there is None: fault = "the hub does not answer, or HF_HUB_OFFLINE is set"
+    if there is None: fault = "the hub does not answer, your token has expired, or HF_HUB_OFFLINE is set"
     short = spellings().get(name.rpartition("/")[2].lower())
     fix = f"a package has it as {short}" if short in BUILT_MODELS else did_you_mean(name)
     raise FileNotFoundError(f"there is no folder {name!r}, and {fault}; {fix}")

@@ -27,6 +27,15 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
     assert 180 <= hits <= 199
 
 
+def test_many_values_do_not_fill_the_memory():
+    import tracemalloc
+    tracemalloc.start()
+    bootstrap(np.arange(20_000), samples=1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 60e6, "draws come a hundred at a time: 16 MB of numbers, and as much of values"
+
+
 def test_different_queries_cannot_be_paired():
     with pytest.raises(ValueError, match="same cut"): paired_bootstrap({"a": 1.0}, {"b": 1.0})
 
