@@ -3491,8 +3491,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_nb/release/serving.py'),
                                            'anchor_nb.release.serving.Ranker.description': ( 'release/serving.html#ranker.description',
                                                                                              'anchor_nb/release/serving.py'),
-                                           'anchor_nb.release.serving.Ranker.rules': ( 'release/serving.html#ranker.rules',
-                                                                                       'anchor_nb/release/serving.py'),
                                            'anchor_nb.release.serving.Ranker.scores': ( 'release/serving.html#ranker.scores',
                                                                                         'anchor_nb/release/serving.py'),
                                            'anchor_nb.release.serving.Ranker.takes': ( 'release/serving.html#ranker.takes',

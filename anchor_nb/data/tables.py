@@ -272,7 +272,7 @@ def files_below(folder: Path) -> list: # of paths, sorted
             folders.clear()
             continue
         entered.add(real)
-        folders.sort(key=lambda name: (name.startswith("."), name)) # hidden ones last, since a link may show what they hold
+        folders.sort(key=lambda name: (name.startswith("."), name)) # a link may show hidden ones
         files += [Path(parent)/name for name in names if (Path(parent)/name).is_file()]
     return sorted(files)
 

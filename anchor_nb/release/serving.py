@@ -15,7 +15,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from importlib.resources import files
 from ipaddress import ip_address
 from pathlib import Path
@@ -79,14 +78,10 @@ class Ranker:
     bm25: float = 0.0    # weight of BM25 beside the vectors
     usual: str = ""      # instruction where a question has none
     untrained: bool = False # training had no instructions
+    rules: object = None # how it decodes; read once, since that may ask the hub
 
     @property
     def writes(self) -> bool: return can_write(self.stages)
-
-    @cached_property
-    def rules(self): # reading them may ask the hub, which no question should wait for
-        from anchor_nb.inference.decoding import rules_of
-        return rules_of(self.index.embedder)
 
     def takes(self, instruction: str) -> bool:
         "Whether questions may have this instruction."
@@ -104,16 +99,15 @@ class Ranker:
                                         f"asked with: {self.usual}" if self.usual and self.takes_instruction else ""]))
 
     def asked(self, instruction: str) -> str:
-        "The instruction that the model gets; `none`: not even the query prompt of its checkpoint."
-        asked = instruction or self.usual
-        return asked if asked == "none" or self.takes(asked) else ""
+        "The instruction that the model gets; `none` means that there is none."
+        asked = "" if instruction == "none" else instruction or self.usual
+        return asked if self.takes(asked) else ""
 
     def vector(self, query: str, instruction: str = ""): # -> [dimension] fp32 of length 1
         "The embedding of a question."
-        asked = self.asked(instruction)
-        how = dict(role="") if asked == "none" else dict(role="query", instruction=asked)
-        return self.index.embedder.encode([query], normalize_embeddings=True, truncate_dim=self.index.truncate_dim,
-                                          **how)[0]
+        how = dict(normalize_embeddings=True, truncate_dim=self.index.truncate_dim)
+        role = "" if instruction == "none" else "query" # none: not even the query prompt of the checkpoint
+        return self.index.embedder.encode([query], instruction=self.asked(instruction), role=role, **how)[0]
 
     def scores(self, query: str, instruction: str = "") -> np.ndarray: # [texts]
         "Cosines; with BM25 the fused scores, in [0, 1], and below these the other texts by their cosines."
@@ -130,10 +124,8 @@ class Ranker:
     def written(self, query: str, instruction: str = "", tokens: int = 40) -> str:
         "The text that the model writes, greedily, from the embedding of a question alone."
         from anchor_nb.inference.decoding import decode_from_anchor
-        asked = self.asked(instruction)
-        asked = "" if asked == "none" else asked
-        decoding = decode_from_anchor(self.index.embedder, query, asked, max_new_tokens=tokens, rules=self.rules)
-        return plain(decoding.text)
+        how = dict(max_new_tokens=tokens, rules=self.rules)
+        return plain(decode_from_anchor(self.index.embedder, query, self.asked(instruction), **how).text)
 
 # %% ../../nbs/release/06_serving.ipynb #db1b7b52
 EXAMPLES, LONGEST = 5, 80 # example questions, and the characters of one that fits on a button
@@ -388,6 +380,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
                 ) -> list:       # of `Ranker`
     "Load the models, and encode the corpus with each."
     from anchor_nb.inference.corpus_encoding import cut_of
+    from anchor_nb.inference.decoding import rules_of
     from anchor_nb.inference.search import bm25_weight, check_keep, check_weight, open_index, trained_instruction
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.loading import kept_recipe
@@ -407,7 +400,7 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
         if weight: # not with the first question
             index.words = rankers[0].index.words if rankers and rankers[0].bm25 else Words(index.texts)
         rankers.append(Ranker(name, index, training_stages(folder), weight, trained_instruction(folder),
-                              kept_recipe(folder).get("instructions") == "none"))
+                              kept_recipe(folder).get("instructions") == "none", rules_of(folder)))
     return rankers
 
 # %% ../../nbs/release/06_serving.ipynb #9601874b
