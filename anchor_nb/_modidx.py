@@ -3073,6 +3073,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'anchor_nb/models/resolve.py'),
                                           'anchor_nb.models.resolve.did_you_mean': ( 'models/resolve.html#did_you_mean',
                                                                                      'anchor_nb/models/resolve.py'),
+                                          'anchor_nb.models.resolve.fetched_files': ( 'models/resolve.html#fetched_files',
+                                                                                      'anchor_nb/models/resolve.py'),
                                           'anchor_nb.models.resolve.find_model': ( 'models/resolve.html#find_model',
                                                                                    'anchor_nb/models/resolve.py'),
                                           'anchor_nb.models.resolve.holds_model': ( 'models/resolve.html#holds_model',

@@ -9,6 +9,7 @@ __all__ = ['MODELS', 'BUILT_MODELS', 'random_llama', 'resolve_model', 'find_mode
 # %% ../../nbs/models/05_resolve.ipynb #d3d81e3a
 import json
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from ..core.files import new_folder
 from ..core.names import hub_has, near_names, near_paths
@@ -208,11 +209,17 @@ def on_hub(name: str) -> str: # a hub id -> the same, or the folder of a package
     fix = f"a package has it as {short}" if short in BUILT_MODELS else did_you_mean(name)
     raise FileNotFoundError(f"there is no folder {name!r}, and {fault}; {fix}")
 
+@lru_cache
+def fetched_files(name: str, cache: str) -> Path: # cache: of the hub's client
+    "The configuration files of a hub model; the hub is asked once in a process, since it may be far or silent."
+    from huggingface_hub import snapshot_download
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
+
 def small_files(name: str) -> Path: # the folder itself, or one with a hub model's configuration files
     "Where the configuration of a model can be read; a path that does not exist when the hub cannot be reached."
     if Path(name).is_dir(): return Path(name)
-    from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(name, allow_patterns=["*.json", "*/config.json"]))
+    from huggingface_hub import constants
+    try: return fetched_files(name, constants.HF_HUB_CACHE)
     except (OSError, ValueError): return Path(name)
 
 # %% ../../nbs/models/05_resolve.ipynb #c28622a1
