@@ -5,6 +5,7 @@
     python nbs/paper/again.py run village           # 0.1 M weights
     python nbs/paper/again.py run small             # 5 M, trained here first; its pairs are WordNet's
     python nbs/paper/again.py all descriptions-long # on package descriptions; the first half is `descriptions`
+    python nbs/paper/again.py all wiki-long         # on encyclopedia articles, with the settings of the descriptions
     python nbs/paper/again.py run smollm2           # 135 M, the same pairs
     python nbs/paper/again.py all gpu --jobs 0      # 135 M, larger: tunes and runs, as many as fit the GPUs
     python nbs/paper/again.py all gpu-long --jobs 0 # stage II twice as long, as the plan asks where it was too short

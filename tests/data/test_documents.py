@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from anchor_nb.data.documents import left_out, not_english, read_documents
+from anchor_nb.data.documents import from_html, left_out, not_english, read_documents
 
 
 def test_tables_that_are_left_out_come_first_and_the_rest_is_counted():
@@ -63,3 +63,4 @@ def test_a_break_that_ends_itself_is_one_break(tmp_path):
         (tmp_path/f"{name}.html").write_text(f"<html><body><p>{text}</p></body></html>")
     first, second = [document.sections for document in read_documents(str(tmp_path))[0]]
     assert first == second
+    assert from_html("c", "<p>one</br>two</p>").sections[0][1] == "one two", "browsers break the line here too"

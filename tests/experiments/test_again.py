@@ -82,6 +82,14 @@ def test_longer_rungs_have_the_rates_and_stage_i_of_the_shortest(monkeypatch):
     assert again.RUNGS["gpu-longer"]["stage1"] == again.RUNGS["gpu"]["stage1"]
 
 
+def test_yardsticks_read_every_pair_before_one_comes_again():
+    import random
+    import yardsticks
+    few, many = (yardsticks.drawn(range(10), count, random.Random(1)) for count in (4, 25))
+    assert few == random.Random(1).sample(range(10), 4), "as it was for sets that are large enough"
+    assert [sorted(many[:10]), sorted(many[10:20])] == [list(range(10))]*2 and len(set(many[20:])) == 5
+
+
 def test_ndcg_of_one_document_a_query():
     class Model:
         encode_query = staticmethod(lambda texts: np.eye(12)[[int(text) for text in texts]])

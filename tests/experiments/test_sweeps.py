@@ -151,6 +151,14 @@ def test_the_root_can_be_moved(tmp_path):
     assert first == second == third
 
 
+def test_an_evaluation_that_lacks_a_yardstick_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeps, "is_done", lambda node: True)
+    node = sweeps.Node("run", "evaluate", dict(out=str(tmp_path)), ())
+    for missing, state in (({}, "done"), (dict(minilm="no network"), "waiting")):
+        ledgers.write_json(tmp_path/"summary.json", dict(failed=[], not_scored=missing))
+        assert sweeps.state_before(node) == state
+
+
 def test_a_node_is_done_only_with_its_weights_and_of_the_data_that_is_there(tmp_path):
     pairs, out = tmp_path/"pairs.jsonl", tmp_path/"run"
     pairs.write_text(json.dumps(dict(query="a", positive="b")) + "\n")

@@ -248,8 +248,13 @@ def test_an_instruction_of_training_is_asked_with(rankers, corpus):
     usual, alone = replace(rankers[1], usual="find animals"), rankers[1]
     assert (usual.vector("a") == alone.vector("a", "find animals")).all()
     assert (usual.vector("a", "x") == alone.vector("a", "x")).all() and "find animals" in usual.description
-    plain = usual.index.embedder.encode(["a"], normalize_embeddings=True)[0]
-    assert (usual.vector("a", "none") == plain).all(), "none is none, whatever the checkpoint's query prompt is"
+
+
+def test_none_asks_without_the_query_prompt_of_a_checkpoint(rankers, monkeypatch):
+    embedder = rankers[1].index.embedder
+    plain = embedder.encode(["a"], normalize_embeddings=True)[0]
+    monkeypatch.setattr(embedder, "prompts", dict(query="find: "))
+    assert (rankers[1].vector("a", "none") == plain).all() and (rankers[1].vector("a") != plain).any()
 
 
 def test_a_table_with_columns_of_its_own(tmp_path, monkeypatch):

@@ -62,6 +62,21 @@ def test_nothing_is_reused_by_another_embedder(stores, name):
         with pytest.raises(ValueError, match=f"was made with another embedder, which differs in .*{differs}"): load()
 
 
+def test_an_encoding_from_before_columns_goes_on_but_shows_no_other_texts(stores, tmp_path):
+    folder, embedder = stores
+    shutil.copytree(folder/"shards", tmp_path/"shards")
+    manifest = json.loads((tmp_path/"shards/manifest.json").read_text())
+    def with_field(name):
+        manifest["settings"] |= dict(field=name, id_field="")
+        (tmp_path/"shards/manifest.json").write_text(json.dumps(manifest))
+    with_field("text")
+    assert encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(tmp_path/"shards"))["made_shards"] == 0
+    assert Index.from_shards(embedder, tmp_path/"shards", str(folder/"corpus.jsonl")).texts == list(TEXTS.values())
+    with_field("body")
+    with pytest.raises(ValueError, match="was encoded with field or id_field, which are no more"):
+        Index.from_shards(embedder, tmp_path/"shards", str(folder/"corpus.jsonl"))
+
+
 def test_the_same_embedder_finds_all(stores):
     "By whatever name its settings are said; stored and new vectors agree."
     folder, embedder = stores
