@@ -117,7 +117,7 @@ def assert_same_run(one, other):
 
 def interrupted(stage, settings, tmp_path, kill):
     "The same recipe uninterrupted, and killed by `kill(process, folder)` and started again."
-    settings = dict(settings, steps=24, save_steps=2)
+    settings = dict(steps=24, save_steps=2) | settings
     if stage is Stage2: settings |= dict(lora_dropout=0.1, snapshot_steps=5)
     kill(recipe(stage, tmp_path/"killed", **settings))
     assert not (tmp_path/"killed"/"model").exists(), "the run was faster than its killer; give it more steps"

@@ -1,4 +1,5 @@
 """What several test files share."""
+import gc
 import os
 import shutil
 import sys
@@ -57,10 +58,18 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    "What is there before a file's tests stays, so the collector, which every training calls, need not look at it."
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_accelerator_is_left():
     "A test that trains in this process must not keep later ones from launching others."
     yield
+    if not gc.get_freeze_count(): gc.freeze() # a launch has thawed it
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
         AcceleratorState._reset_state(reset_partial_state=True)

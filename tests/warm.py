@@ -31,7 +31,8 @@ LIBRARIES = ("torch", "torch.profiler", "torch.distributed.launcher.api", "torch
              "sklearn.metrics", "pandas", "matplotlib.pyplot", "seaborn", "papermill", "IPython", "typer", "yaml")
 FREE = re.compile(  # read when they are needed, so that they may differ
     r"ANCHOR_NB_\w+|ACCELERATE_\w+|(LOCAL_)?(RANK|WORLD_SIZE)|NNODES|NODE_RANK|MASTER_\w+|SLURM_\w+|PYTEST_\w+|"
-    r"PATH|PWD|OLDPWD|COLUMNS|LINES|TERM|NO_COLOR|FORCE_COLOR")
+    r"PATH|PWD|OLDPWD|COLUMNS|LINES|TERM|NO_COLOR|FORCE_COLOR|"
+    r"TORCHELASTIC_\w+|_RJEM_MALLOC_CONF|KMP_\w+|TOKENIZERS_PARALLELISM|SUBMITIT_\w+|\w+_PROJECT|GCS_\w+")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait must not burn the cores that others need
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 ENVIRONMENT = dict(os.environ)

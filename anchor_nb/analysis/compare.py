@@ -202,7 +202,7 @@ def accumulate(readers: dict, source: Iterable, half: int, settings: Settings,
             for sums in comparisons.values(): sums.fit()
     if not pair.total.rows:
         raise ValueError("no row is left to compare: the tokenizers never end a token at the same character, or the "
-                         "texts are empty; use rows=pooled")
+                         "texts are empty; compare pooled states")
     return comparisons, names, alone, sample
 
 # %% ../../nbs/analysis/03_compare.ipynb #b9d54986

@@ -136,7 +136,7 @@ def content_ends(formatter: Formatter, texts: list,
     for ids, text in zip(out["input_ids"], tokens):
         if ids[:len(text.content)] != text.content:
             raise ValueError(f"{formatter.tokenizer.decode(text.content)!r} is tokenized differently within its "
-                             "template; compare these models with rows=pooled")
+                             "template; compare these models by pooled states")
     return [{end: text.start + k for k, (_, end) in enumerate(offsets[:len(text.content)])}
             for offsets, text in zip(out["offset_mapping"], tokens)]
 
@@ -155,7 +155,7 @@ def finite(reader: Reader, states: Tensor, which: list): # states: [rows, layers
     broken = (~torch.isfinite(states)).any(-1).nonzero()
     if len(broken):
         raise ValueError(f"{reader.name}: state {reader.layers[broken[0, 1]]} of text {which[broken[0, 0]]} is not "
-                         "finite; load the model with precision=fp32, or look at its weights")
+                         "finite; look at its weights")
 
 # %% ../../nbs/analysis/00_hidden_states.ipynb #1345ed31
 def read(readers: list, texts: list, numbers: list, tokens: list,

@@ -14,7 +14,7 @@ import typer
 
 from ..core.settings import coerce
 from ..experiments.torchrun import read_pairs
-from .app import DATA, MODEL_HELP, USE, AsJson, Parameters, answering, app, argument, option, printable
+from .app import DATA, MODEL_HELP, USE, AsJson, answering, app, argument, option, printable
 
 # %% ../../nbs/cli/04_data.ipynb #c4d9b1e2
 Pairs = argument(str, "a table (CSV, TSV, JSON, JSONL, parquet, .xlsx), a folder of such tables, a saved dataset, "
@@ -118,10 +118,10 @@ def dedup_pairs(data: Pairs, out: NewPairs,
                 threshold: option(float, "overlap from which two texts are the same; 2: equal rows only") = 0.8,
                 against: option(list[str], "folder of an evaluation set, in the BEIR layout; give it as often as "
                                            "you need") = [],
-                remove: option(str, "rows that show a test's queries, documents, either (all), pairs of both, or "
-                                    "none: report only") = "queries",
+                remove: option(str, "drop rows with a test's queries, documents, either (all) or both (pairs); "
+                                    "none: only report") = "queries",
                 format: Format = "anchor_nb",
-                columns: Columns = "", memory: option(str, "what the search may hold; the rest goes to disk") = "2GB",
+                columns: Columns = "", memory: option(str, "that the search may take; the rest goes to disk") = "2GB",
                 threads: option(int, "of the search; 0: one for each core") = 0, as_json: AsJson = False):
     "Drop rows that repeat others, and rows that also occur in evaluation sets; reports the overlap."
     from anchor_nb.data.deduplication import dedup_pairs
@@ -145,7 +145,9 @@ def encode(corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of
            dtype: option(str, "float32, float16, int8 or binary") = "float32",
            gpus: option(int, "processes, one for each GPU; 0: all there are") = 1,
            columns: TextColumns = "",
-           pairs: Parameters = [], as_json: AsJson = False):
+           pairs: option(list[str], "precision, pooling, max_length, instruction, role, compile, micro_tokens or "
+                                    "shard_rows", "-p", "--parameter", metavar="NAME=VALUE") = [],
+           as_json: AsJson = False):
     "Encode a corpus to vectors, in shards that are checked and never made twice."
     from anchor_nb.inference.corpus_encoding import encode_corpus
     given = dict(corpus=corpus, model=model, out=out, processes=gpus, dtype=dtype, columns=read_columns(columns))

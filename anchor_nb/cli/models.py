@@ -62,8 +62,8 @@ def search(model: Model,
            corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of files of text, a BEIR folder, shards "
                                  "of `anchor-nb encode`, or a kept index"),
            queries: argument(list[str], "one or more"), k: option(int, "results per query", "--k", "-k") = 10,
-           instruction: option(str, "instruction put before queries; default: the one used in training, if any; "
-                                    "none: none") = "",
+           instruction: option(str, "put before queries; default: the one used in training, if any; none: no "
+                                    "instruction") = "",
            index: option(str, "keep the index in this folder; the next time only new texts are encoded") = "",
            texts: option(str, "of shards: the corpus they were made from") = "",
            truncate_dim: option(int, "dimensions kept; 0: all") = 0,
@@ -82,10 +82,10 @@ def search(model: Model,
 def decode(model: argument(str, MODEL_HELP + '; one with its language-model head, such as what stage I leaves'),
            texts: argument(list[str], "texts to embed"),
            direction: option(str, "q2d: texts are queries and documents are written; d2q: the other way round") = "q2d",
-           instruction: option(str, "before the query") = "",
-           samples: option(int, "texts drawn beside the likeliest one") = 0,
-           temperature: option(float, "of the draw; below 1 nearer to the likeliest") = 1.0,
-           max_new_tokens: option(int, "tokens written at most") = 128, seed: option(int, "decides the draw") = 0,
+           instruction: option(str, "put before the query") = "",
+           samples: option(int, "texts sampled besides the likeliest") = 0,
+           temperature: option(float, "of sampling; below 1 closer to the likeliest") = 1.0,
+           max_new_tokens: option(int, "tokens written at most") = 128, seed: option(int, "of sampling") = 0,
            as_json: AsJson = False):
     "What embeddings remember: the text that the model writes when it has nothing but the vector."
     from anchor_nb.inference.decoding import decode_from_anchor
@@ -128,7 +128,7 @@ def export(model: Model, out: argument(str, "a folder that does not exist yet"),
            dtype: option(str, "float32, bfloat16 or float16; default: as stored") = "",
            query: option(str, "instruction for encode_query, or the name of one used in training") = "",
            truncation: option(str, "keep_eos exports a model that was trained with cut_eos") = "",
-           formats: option(list[str], "onnx, openvino or gguf, each in full precision and quantised; repeat",
+           formats: option(list[str], "onnx, openvino or gguf, plain and quantised; repeat for several",
                            "--format") = [],
            servers: option(bool, "with --check: compare every installed engine on 500 texts, and put the table into "
                                  "the card", "--servers") = False,
@@ -166,7 +166,7 @@ def card(model: Model, ledger: Ledger = "", name: Name = "", license: License = 
 @app.command("push", rich_help_panel=USE)
 def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: argument(str, "owner/name"),
          upload: option(str, "send the plan of this name; without it, show what would go, and the name of the plan",
-                             metavar="PLAN") = "", public: option(bool, "everybody may see it", "--public") = False,
+                             metavar="PLAN") = "", public: option(bool, "anyone can see it", "--public") = False,
          revision: option(str, "a branch, made if need be; default: the main one") = "",
          message: option(str, "of the commit") = "", as_json: AsJson = False):
     "Show which files of an exported model would go to a hub, or upload them."

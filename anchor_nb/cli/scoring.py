@@ -21,7 +21,7 @@ from .app import (MODEL_HELP, SCORE, AsJson, DryRun, HelpAll, Output, ParameterF
                                spelled_out, takes_settings)
 
 # %% ../../nbs/cli/03_scoring.ipynb #cfff1636
-Models = argument(list[str], f"{MODEL_HELP}; one or several; none: the models of the parameters", metavar="MODEL")
+Models = argument(list[str], f"{MODEL_HELP}; one or several; default: the setting `models`", metavar="MODEL")
 Benchmark = option(str, "a benchmark by name; `anchor-nb benchmarks` lists them", "--benchmark")
 Task = option(list[str], "a task by name, or a folder; give it as often as you need", "--task")
 DataRoot = option(str, "folder with local copies of hub datasets, as owner/name", "--data-root")
@@ -215,7 +215,7 @@ def paper_tables(ledger: argument(Path, "a ledger.jsonl, or the folder it lies i
 @takes_settings("analyse")
 def analyse(a: argument(str, "the model before: run folder, model folder, hub id or short name; none: that of the "
                              "parameters") = "", b: argument(str, "the model after") = "",
-            quick: option(bool, "a few hundred texts, for a first look", "--quick") = False, as_json: AsJson = False,
+            quick: option(bool, "200 texts and 6 layers, for a first look", "--quick") = False, as_json: AsJson = False,
             parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, output: Output = None,
             dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):
     words = {name: value for name, value in dict(a=a, b=b, quick=quick).items() if value}

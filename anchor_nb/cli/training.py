@@ -150,7 +150,9 @@ def show_plan(preset: str, out: Path, overrides: dict):
 @app.command("pipeline", rich_help_panel=TRAIN)
 def pipeline(preset: option(str, "`anchor-nb presets` lists them") = "demo",
              out: option(Path | None, "folder of the pipeline; default: runs/PRESET", "--out", "-o") = None,
-             parameter: Parameters = [], dry_run: DryRun = False, quiet: Quiet = False):
+             parameter: option(list[str], "one parameter of a step or of all steps of a stage; give it as often as "
+                                          "you need", "-p", "--parameter", metavar="STEP.NAME=VALUE") = [],
+             dry_run: DryRun = False, quiet: Quiet = False):
     "Run all stages: data, stage I, stage II from its model and from the base model, scores, report."
     out, overrides = (out or Path("runs")/preset).expanduser(), read_pairs(parameter)
     if dry_run: show_plan(preset, out, overrides)
@@ -172,7 +174,7 @@ def machine_for(shape, gpus: int, gpu_memory: float, rate: float, precision: str
     return replace(here, rate=rate*1e12) if rate else here
 
 @app.command("plan", rich_help_panel=SCALE)
-def plan_run(model: option(str, "folder, hub id, short name, or such as llama-3.2-1b") = "smollm2-135m",
+def plan_run(model: option(str, "folder, hub id or short name, such as llama-3.2-1b") = "smollm2-135m",
              data: option(str, "your pairs, whose rows and lengths are counted") = "",
              gpus: option(int, "plan for this many GPUs; default: this machine", min=0, show_default=False) = 0,
              gpu_memory: option(float, "GB of each GPU; default: this machine's, else 80", min=0,
@@ -216,7 +218,7 @@ def outcome(result: dict, dry_run: bool) -> list: # of lines; result: from `run_
 def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: list them") = "",
           out: option(str, "folder of all runs, which sweeps may share", "--out", "-o") = "runs/sweeps",
           at_once: option(int, "runs at a time") = 1,
-          preset: option(str, "in place of the file's; an arm's own preset stays") = "",
+          preset: option(str, "replaces the file's; an arm's own preset stays") = "",
           parameter: option(list[str], "one parameter of a stage in all arms; give it as often as you need",
                                        "-p", "--parameter", metavar="STAGE.NAME=VALUE") = [],
           slurm: Slurm = [], dry_run: DryRun = False, as_json: AsJson = False):
@@ -234,7 +236,7 @@ def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: 
 # %% ../../nbs/cli/02_training.ipynb #8d8baa01
 @app.command("recipes", rich_help_panel=TRAIN)
 def list_recipes(as_json: AsJson = False):
-    "List the methods that can be trained, each with what it is and where ours differs from the original."
+    "List the methods that can be trained; --json adds where ours differs from the original."
     lines = [f"{name:11} {card['about']} ({' + '.join(card['stages'])})" for name, card in methods().items()]
     with answering(as_json) as answer: answer(methods(), *lines)
 

@@ -86,7 +86,7 @@ def what_and_fix(error: BaseException) -> tuple: # (what is wrong, what to do); 
     if isinstance(error, KeyboardInterrupt): return "stopped by SIGINT", "run the same command to resume"
     if isinstance(error, ModuleNotFoundError) and error.name and str(error) == f"No module named {error.name!r}":
         extra = extra_of(error.name)
-        wanted = f"anchor_nb[{extra}]" if extra else error.name
+        wanted = f'"anchor_nb[{extra}]"' if extra else error.name
         return f"the package {error.name} is not installed", f"pip install {wanted}"
     text, number = str(error), getattr(error, "errno", None)
     if isinstance(error, OSError) and number and error.strerror:

@@ -46,7 +46,7 @@ def training_problems(recipe) -> list: # recipe: a `Training`; -> of (is it so?,
              "optimizer=adamw_8bit works on whole weights only; use sharding=ddp or optimizer=adamw"),
             ((recipe.pooling == "tokens") != (recipe.pooling_tokens > 0),
              f"pooling={recipe.pooling} and pooling_tokens={recipe.pooling_tokens}; pooling=tokens needs "
-             "pooling_tokens over 0, and nothing else does"),
+             "pooling_tokens above 0, all others 0"),
             (recipe.pooling == "first" and not recipe.bidirectional,
              "pooling=first needs bidirectional=true; a causal model's first state knows nothing of the text"),
             (recipe.lora_dropout > 0 and not recipe.lora_rank, "lora_dropout needs adapters; set lora_rank over 0"),
@@ -112,7 +112,7 @@ class Training(Recipe):
                             ("linear", "cosine", "constant"), group="optimizer")
     schedule_steps: int = setting(0, "step at which the schedule ends; 0: the last step",
                                   "ours; authors' code: 3 epochs", group="optimizer", bound=">=0")
-    optimizer: str = setting("adamw", "adamw, or adamw_8bit with smaller states (pip install anchor_nb[8bit])",
+    optimizer: str = setting("adamw", "adamw, or adamw_8bit with smaller states (pip install 'anchor_nb[8bit]')",
                              "authors' code: AdamW", ("adamw", "adamw_8bit"), group="optimizer")
     weight_decay: float = setting(0.0, "AdamW weight decay", "authors' code: 0", group="optimizer", bound=">=0")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", "authors' code: 1.0", group="optimizer",
@@ -361,7 +361,7 @@ class Mine(Recipe):
     pooling: str = setting("", "which states become the embedding; empty: as the checkpoint says, else eos")
     dtype: str = setting("float32", "number format of the stored vectors",
                          choices=("float32", "float16", "int8", "binary"))
-    seed: int = setting(0, "seed of choose random", "ours")
+    seed: int = setting(0, "seed of the random choice", "ours")
     vectors: str = setting("", "folder of stored vectors that runs may share; empty: out/vectors", how=True)
     processes: int = setting(1, "processes that encode; 0: one for each GPU", how=True, bound=">=0")
     micro_tokens: int = setting(0, "tokens of one micro-batch; 0: 16384 on a GPU, 1024 on a CPU", how=True,
@@ -403,7 +403,7 @@ class Evaluate(Recipe):
     columns: dict = setting({}, "where a set's text, title, id and query are, such as {text: inhalt, query: frage}",
                             "ours")
     reconstruction: int = setting(0, "pairs of each task on which decoding from embeddings is measured; 0: none",
-                                  "ours; needs pip install anchor_nb[generation]", bound="0 or >=2")
+                                  "ours; needs pip install 'anchor_nb[generation]'", bound="0 or >=2")
     data_root: str = setting("", "folder with local copies of hub datasets, as owner/name; empty: none", how=True,
                              reads="files")
     devices: list = setting([], "such as cuda:0 and cuda:1; all: every GPU; empty: one if there is any, else the CPU",
@@ -434,7 +434,7 @@ class Analyse(Recipe):
     out: str = setting("runs/analysis", "folder of the results: ledger, data of the figures, figures, map", how=True,
                        group="first")
     texts: int = setting(2000, "texts compared, at random; 0: all", "HRSA: 2000", group="first", bound=">=0")
-    quick: bool = setting(False, "200 texts, for a first look", "ours", group="first")
+    quick: bool = setting(False, "200 texts and 6 layers, for a first look", "ours", group="first")
     max_length: int = setting(512, "tokens of one text", "paper: maximum length 512", group="first", bound=">0")
     seed: int = setting(0, "seed of texts, shuffles, splits and directions", "ours", group="first", bound="[0,2**32)")
     again: str = setting("", "b trained again with another seed, as a yardstick; empty: none", "ours", reads="run")

@@ -161,7 +161,9 @@ def check_names(cls: type,      # a recipe
     for name in values:
         if name in known: continue
         near = nearest(cls, name)
-        hint = f"did you mean {near}?" if near else f"`anchor-nb {stage} --help-all` lists all that there are"
+        hint = f"`anchor-nb {stage} --help-all` lists all that there are"
+        if len(known) < 20: hint = f"there are {', '.join(sorted(known))}"
+        if near: hint = f"did you mean {near}?"
         if name in cls.fixed: hint = f"it was removed; {cls.fixed[name]!r} always holds"
         place = f"{where}: " if where not in ("", stage) else ""
         raise ValueError(f"{place}{stage} has no parameter {name!r}; {hint}")

@@ -170,8 +170,8 @@ class Formatter:
         self.head, self.tail = [len(ids) for ids in around(tokenizer, layout)]
         self.echo = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in REWRITE*bool(layout.echo)]
         if layout.max_length <= self.head + self.tail:
-            raise ValueError(f"max_length={layout.max_length} leaves no room for text: the template takes "
-                             f"{self.head + self.tail} tokens")
+            raise ValueError(f"max_length={layout.max_length} leaves no room for text; give more than the "
+                             f"{self.head + self.tail} tokens of the template")
         self.reader = copy.deepcopy(tokenizer.backend_tokenizer) # configured here, and only read from now on
         self.reader.encode_special_tokens = True # a special token that a text spells out is ordinary characters
         if layout.truncation == "keep_eos": self.reader.enable_truncation(layout.max_length)
@@ -302,7 +302,7 @@ def is_sentence(source: str) -> bool: # source: as typed
 def listed_instructions(value, source: str, name: str) -> list: # [""]: none
     "The instructions that a file gives a dataset; ValueError for what is neither a text nor a list of texts."
     if not isinstance(name, str): # YAML reads no, on, 1 and 2024-01-01 as something else
-        raise ValueError(f"{source}: {name!r} is no name; put it between quotes")
+        raise ValueError(f"{source}: {name!r} is not a name; put it in quotes")
     texts = [""] if value in (None, []) else value if isinstance(value, list) else [value]
     if all(isinstance(text, str) for text in texts): return texts
     raise ValueError(f"{source}: the instruction of {name} is {value!r}; write a text, or a list of texts")
@@ -314,7 +314,7 @@ def instruction_table(path) -> dict:
         raise ValueError(f"{error}; write each name once, and quote an instruction with a colon or a quote in "
                          "it") from None
     if not isinstance(table, dict):
-        raise ValueError(f"{path}: no table; write one line for each, NAME: instruction")
+        raise ValueError(f"{path}: not a mapping; write lines like NAME: instruction")
     return table
 
 def load_instructions(source: str, # paper, none, a YAML file of name: instruction(s), or the instruction itself

@@ -260,7 +260,11 @@ def load_source(source: str, cache_dir=None, columns: dict = {}): # -> datasets.
     if next(parsed(source, columns), None) is None:
         raise ValueError(f"{source} holds no row; fill it or move it out of the folder")
     key = dict(source=source, content=content_hash(source), reader=reader_version(), columns=columns)
-    return cached_table(source, key, parsed(source, columns), FEATURES, cache_dir)
+    def rows():
+        yield from parsed(source, columns)
+        if content_hash(source) != key["content"]:
+            raise ValueError(f"{source} has changed while it was read; run the same command again")
+    return cached_table(source, key, rows(), FEATURES, cache_dir)
 
 # %% ../../nbs/data/02_rows.ipynb #934adf95
 def load_pairs(data: str | dict, cache_dir: str | Path | None = None, columns: dict = {}) -> dict[str, Any]:

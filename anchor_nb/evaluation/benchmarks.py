@@ -57,8 +57,8 @@ def benchmark_tasks(name: str) -> list: # one of `names()` -> mteb's task object
                 if (task.metadata.name in table8 if name == "paper15" else beir(task))]
     try: return list(mteb.get_benchmark(MTEB_NAMES.get(name, name)).tasks)
     except KeyError:
-        raise ValueError(f"There is no benchmark {name!r}{nearest(name, names())} Here: {', '.join(BENCHMARKS)}; "
-                         "and all of mteb's") from None
+        raise ValueError(f"There is no benchmark {name!r}{nearest(name, names())} Choose one of mteb's, or "
+                         f"{', '.join(BENCHMARKS)}") from None
 
 # %% ../../nbs/evaluation/02_benchmarks.ipynb #24e2ce42
 def english_tasks() -> dict: # name -> task, with the subsets of the benchmark

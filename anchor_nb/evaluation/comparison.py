@@ -305,7 +305,7 @@ def in_words(names: list, mean: float, low, high, count: int, noun: str) -> str:
         near, far = sorted([abs(low), abs(high)])
         return f"{winner} is better by {abs(mean):.1f} points ({near:.1f} to {far:.1f})"
     measured = f" with {count:,} {noun}" if count else ""
-    return f"no difference can be told{measured} ({low:+.1f} to {high:+.1f} points)"
+    return f"no difference is shown{measured} ({low:+.1f} to {high:+.1f} points)"
 
 def query_by_query(a: dict, b: dict, hits: dict, most: int = 5) -> dict: # items of a task; query -> its text and hits
     "The shares of queries on which each side is better, and the queries on which they differ most."
@@ -346,7 +346,8 @@ def comparison(a: Side, b: Side,
         raise ValueError(f"{names[0]} and {names[1]} have no task in common on the same data, length and instructions; "
                          "evaluate both with --task")
     lines = [one_task(names, [task], rows, items, hits, facts_of(row)) for task, row in facts.items()]
-    if len(facts) > 1: lines.insert(0, one_task(names, list(facts), rows, items, {}, mean_facts(len(facts))))
+    if len(facts) > 1 and parts_of(rows, items, list(facts)).keys() == {0, 1}: # a training seed has all the tasks
+        lines.insert(0, one_task(names, list(facts), rows, items, {}, mean_facts(len(facts))))
     return dict(names=names, tasks=lines, left_out=left_out)
 
 

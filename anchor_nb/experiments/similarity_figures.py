@@ -281,7 +281,7 @@ def interactive_map(result: dict): # result: content of map.json; -> plotly figu
     "The map with the text of a point on hover; ImportError names the extra that is missing."
     try: import plotly.graph_objects as graph, plotly.subplots as subplots
     except ImportError:
-        raise ImportError("the interactive map needs plotly; pip install anchor_nb[analysis]") from None
+        raise ImportError('the interactive map needs plotly; pip install "anchor_nb[analysis]"') from None
     (groups, colours), names = _groups(result), result["names"]
     figure = subplots.make_subplots(1, len(names), subplot_titles=[system(name)[0] for name in names],
                                     horizontal_spacing=0.03)

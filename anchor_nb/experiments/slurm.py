@@ -142,7 +142,7 @@ def batch_file(options: dict, folder: Path) -> str: # options: from `slurm_optio
     "The file that `sbatch` would get; ValueError lists the options there are."
     try: from submitit.slurm.slurm import _make_sbatch_string as text_of
     except ImportError:
-        raise RuntimeError("submitit is not installed; pip install anchor_nb[slurm]") from None
+        raise RuntimeError('submitit is not installed; pip install "anchor_nb[slurm]"') from None
     known = inspect.signature(text_of).parameters.keys() - {"command", "folder"}
     if unknown := sorted(options.keys() - known):
         raise ValueError(f"Slurm: submitit has no option {unknown[0]}, only {', '.join(sorted(known))}; what sbatch "

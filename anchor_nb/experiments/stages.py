@@ -351,7 +351,7 @@ def run_stage(name: str, parameters: dict = {}, output: str | Path | None = None
     if output.resolve() == notebook.resolve():
         raise ValueError(f"{output} is the stage notebook itself; give another output")
     if output.exists() and output.suffix != ".ipynb":
-        raise ValueError(f"output={output} is there and is no notebook, and would be replaced by one; give another, "
+        raise ValueError(f"output={output} exists, is not a notebook and would be replaced by one; give another, "
                          f"such as {output.with_suffix('.ipynb').name}")
     check_before(notebook, values)
     with (locked(folder if "out" in known else output.parent, stage),

@@ -181,8 +181,8 @@ def nodes_of_arm(sweep: dict, arm: Arm, root: Path, nodes: dict) -> list: # of `
     "The nodes that an arm needs, added to `nodes`."
     first = methods().get(arm.preset, {}).get("stages", TRAINING)[0] # of the preset, whose model it starts from
     if "stage2.model" in sweep["base"] | arm.overrides and arm.stages in ((), TRAINING):
-        raise ValueError(f"arm {arm.label}: stage2.model does not count where both stages or none are trained; "
-                         "name the model as stage1.model")
+        raise ValueError(f"arm {arm.label}: stage2.model has no effect where both stages or neither is trained; "
+                         "set stage1.model")
     model = (sweep["base"] | arm.overrides).get("stage1.model") or full_preset(arm.preset, first)["model"]
     prepare = settings_for(sweep, arm, "prepare", model=model)
     path = [node_of("prepare", prepare, [], root, nodes)] if prepare["corpora"] else []
@@ -469,7 +469,7 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
     sweep |= dict(base=sweep["base"] | check_overrides(dict(given), "-p"), preset=preset or sweep["preset"])
     for arm in arms_of(sweep):
         if taken := list(given.keys() & arm.overrides.keys()):
-            raise ValueError(f"-p {taken[0]}: arm {arm.label} sets it itself, and that would count; change it there")
+            raise ValueError(f"-p {taken[0]}: arm {arm.label} sets it too, and that would win; change it there")
     nodes, arms = plan_sweep(sweep, root)
     made = [Path(node.parameters["out"]) for node in nodes.values()]
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")

@@ -36,7 +36,7 @@ def read_parameter_file(path: Path, # YAML
     if not isinstance(values, dict):
         raise ValueError(f"{path}: write one `name: value` a line, this is {type(values).__name__}")
     if odd := [name for name in values if not isinstance(name, str)]:
-        raise ValueError(f"{path}: {odd[0]!r} is no name of a parameter; write one `name: value` a line")
+        raise ValueError(f"{path}: {odd[0]!r} is not a parameter name; write one `name: value` a line")
     return values
 
 # %% ../../nbs/experiments/01_torchrun.ipynb #8799f53d

@@ -124,7 +124,7 @@ def filtered(row: dict, scores: tuple, minimum: float, maximum: float,
 def check_ends(minimum: float, maximum: float, each: str, format: str, out: str):
     "ValueError for settings that make no sense."
     if not minimum <= maximum:
-        raise ValueError(f"minimum={minimum} is above maximum={maximum}; nothing lies between them, exchange them")
+        raise ValueError(f"the smallest margin, {minimum}, is above the largest, {maximum}; exchange them")
     if each not in ("row", "negative"):
         raise ValueError(f"each={each!r}; choose one of row, negative")
     if not out:

@@ -22,6 +22,7 @@ from ..data.rows import check_unicode, generator, load_pairs
 from ..data.tables import content_hash, file_hash, find_sources
 from ..data.writers import MARK, check_target, ending, fits_columns, write_lines, write_pairs
 from ..data.corpora import training_instructions
+from ..runs.checkpoints import locked
 from ..runs.identity import content_at, engine_of
 from ..runs.launch import usable_gpus
 from ..models.loading import WHOLE_BEGINNING, chain, use_of
@@ -490,7 +491,7 @@ def check_pairs(recipe: Mine) -> tuple: # (name -> table, name -> sha256 and row
     if recipe.corpus: corpus_sources(recipe.corpus)
     training_instructions(recipe.instructions)
     if recipe.search == "approximate" and not find_spec("faiss"):
-        raise ModuleNotFoundError('search=approximate needs faiss: pip install "anchor_nb[search]"; or take '
+        raise ModuleNotFoundError('search=approximate needs faiss; pip install "anchor_nb[search]", or take '
                                   "search=exact")
     new = ("positive_scores", *["negatives"]*(not recipe.keep_existing))
     for name, table in tables.items() if recipe.format == "columns" else (): fits_columns(table, sources[name], new)
@@ -503,7 +504,7 @@ def mine(recipe: Mine) -> dict: # dataset -> its report
     "Mine every dataset: new pairs in `pairs`, the report in `report.json`."
     tables, sources = check_pairs(recipe)
     out, report, pools = Path(recipe.out), {}, []
-    with new_folder(out/"pairs") as pairs, database() as db:
+    with locked(out, "mining"), new_folder(out/"pairs") as pairs, database() as db:
         find_answers(db, tables)
         for name, table in tables.items():
             pools.append(pool := Pool(out/"texts"/f"{name}-documents.jsonl"))

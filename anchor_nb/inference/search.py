@@ -63,8 +63,16 @@ class Top:
         self.numbers = torch.full((queries, k), -1, device=device)
 
     def add(self, scores: torch.Tensor, first: int): # [queries, rows], of the documents from number `first` on
-        "Take a block of scores into account."
-        self.scores, at = torch.cat([self.scores, scores], 1).topk(self.k)
+        "Take a block of scores into account; of equal ones the earliest stay, in the order of the corpus."
+        both = torch.cat([self.scores, scores], 1)
+        best, at = both.topk(self.k)
+        least = best[:, -1:]
+        if len(tied := ((both == least).sum(1) > (best == least).sum(1)).nonzero()[:, 0]): # topk took any of them
+            values, places = both[tied].sort(dim=1, descending=True, stable=True)
+            best[tied], at[tied] = values[:, :self.k], places[:, :self.k]
+        at, order = at.sort(dim=1)
+        self.scores, order = best.gather(1, order).sort(dim=1, descending=True, stable=True)
+        at = at.gather(1, order)
         self.numbers = torch.where(at < self.k, self.numbers.gather(1, at.clamp(max=self.k - 1)), first + at - self.k)
 
 # %% ../../nbs/inference/02_search.ipynb #99f3f192
@@ -216,10 +224,13 @@ def with_words(index, # `Index`
     return dict(sorted(scores.items(), key=lambda pair: (-pair[1], pair[0])))
 
 # %% ../../nbs/inference/02_search.ipynb #94b3ebc2
+class Checked(np.memmap):
+    "Vectors of a file that `save` wrote: finite, of length 1, and too many to be read again for that."
+
 def as_units(vectors): # -> the same, or an array
-    "Vectors of length 1, whose inner products are cosines; those that have it, or lie on the disk, as they are."
+    "Vectors of length 1, whose inner products are cosines; those that have it as they are."
+    if isinstance(vectors, Checked): return vectors
     rows = as_matrix(vectors)
-    if isinstance(vectors, np.memmap): return vectors
     return vectors if ((rows.norm(dim=1) - 1).abs() < 1e-3).all() else F.normalize(rows.float(), dim=1).cpu().numpy()
 
 def settings(embedder: AnchorEmbedder) -> dict: # as `identity`, without the weights
@@ -243,7 +254,7 @@ def check_given(vectors, ids: list, texts: list):
     if not (rows := as_matrix(vectors)).is_floating_point():
         raise ValueError(f"vectors are {str(rows.dtype).removeprefix('torch.')}; search takes floating point, so "
                          "encode with precision=float32")
-    if isinstance(vectors, np.memmap): return # of a file that `save` wrote, and all of it would have to be read
+    if isinstance(vectors, Checked): return
     check_finite(vectors, lambda row: f"the vector of document {ids[row]!r}, {texts[row][:60]!r},")
 
 # %% ../../nbs/inference/02_search.ipynb #60416b77
@@ -356,7 +367,8 @@ class Index(Stored):
             raise ValueError(f"k={k}; ask for one hit or more")
         check_weight(bm25, k)
         refuse_changed(self)
-        how = dict(instruction="", role="") if instruction == "none" else dict(instruction=instruction, role="query")
+        how = dict(instruction=instruction, role="query")
+        if instruction == "none": how = dict(prompt="") if "" in self.embedder.prompts else {}
         asked = self.embedder.encode(texts, normalize_embeddings=True, truncate_dim=self.truncate_dim, **how)
         matches = best_of(asked, self.vectors, DEPTH if bm25 else k)
         rankings = [dict(zip(*row)) for row in zip(matches.numbers.tolist(), matches.scores.tolist())]
@@ -396,7 +408,8 @@ def save_index(index: Index, folder: str | Path) -> Path: # the folder
     "Write an index, in place of an older one; ValueError where the folder holds something else."
     folder = check_keep(folder)
     with new_folder(folder) as part:
-        np.save(part/"vectors.npy", index.vectors)
+        tensor = torch.is_tensor(index.vectors) # numpy has no bf16
+        np.save(part/"vectors.npy", index.vectors.float().cpu().numpy() if tensor else index.vectors)
         write_text(part/"documents.jsonl", "".join(json.dumps(dict(_id=name, text=text)) + "\n"
                                                    for name, text in zip(index.ids, index.texts)))
         facts = dict(anchor_nb=__version__, rows=len(index), truncate_dim=index.truncate_dim,
@@ -415,7 +428,7 @@ def read_index(cls, embedder: AnchorEmbedder, folder: Path): # as for `Index.loa
     facts = json.loads((folder/MANIFEST).read_text(encoding="utf-8"))
     refuse_other(folder, facts["embedder"], identity(embedder))
     with open(folder/"documents.jsonl", encoding="utf-8") as lines: rows = [json.loads(line) for line in lines]
-    vectors = np.load(folder/"vectors.npy", mmap_mode="c")
+    vectors = np.load(folder/"vectors.npy", mmap_mode="c").view(Checked)
     index = cls(embedder, [row["text"] for row in rows], vectors, facts["truncate_dim"])
     index.ids = [row["_id"] for row in rows]
     return index
@@ -527,6 +540,7 @@ def open_index(embedder: AnchorEmbedder,
     "An index of the documents at a path; ValueError if `keep` holds an index that has none of their texts."
     corpus, keep, texts = map(os.path.expanduser, (corpus, keep, texts))
     check_places(corpus, keep, texts, columns=columns, truncate_dim=truncate_dim)
+    if keep: keep_apart(keep, model=embedder.sources) # its files are part of the model's identity
     if is_index(corpus): return Index.load(embedder, corpus)
     if keep and not is_index(keep): check_writable(Path(keep)) # which also restores what a killed process had moved
     if is_shards(corpus): return Index.from_shards(embedder, corpus, texts, truncate_dim)

@@ -201,5 +201,5 @@ def choose_attention(attention: str = "auto", precision: str = "auto",
     if attention in usable: return attention
     raise ValueError(f"attention={attention} cannot run here, where {', '.join(usable)} can: it needs a CUDA GPU, "
                      "precision auto, bf16 or pure_bf16, hide_template=false, no attention_dropout, and for "
-                     "flash_attention_2, 3 and 4 their package (pip install anchor_nb[flash]); attention=auto runs "
+                     'flash_attention_2, 3 and 4 their package (pip install "anchor_nb[flash]"); attention=auto runs '
                      "everywhere")

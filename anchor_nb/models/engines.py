@@ -191,8 +191,8 @@ class EngineEmbedder(RoleEncoder):
     def _of_tokens(self, texts: list, size: int | None = None, normalize: bool | None = None) -> torch.Tensor:
         "The vectors of a batch; ValueError for raw ones of a model that normalises, whose file does so too."
         if normalize is False and self.normalize and self.backend != "gguf":
-            raise ValueError(f"normalize_embeddings=False cannot be had of a file for backend={self.backend}, which "
-                             "normalises as the model does; load it with backend='torch'")
+            raise ValueError(f"normalize_embeddings=False does not work with backend={self.backend}, whose file "
+                             "normalises too; load it with backend='torch'")
         vectors = torch.from_numpy(self.engine([text.ids for text in texts]).copy())[:, :size]
         return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors
 

@@ -258,7 +258,7 @@ def training_formatter(folder: str, wanted: Training) -> Formatter: # folder: as
     stored = Layout(**facts["layout"])
     layout = recipe_layout(tokenizer, stored, wanted)
     if not layout.eos and wanted.pooling in ("eos", "tokens"):
-        raise ValueError(f"{folder} has no [EOS] behind its texts, which pooling={wanted.pooling} needs; its makers "
-                         f"take pooling={facts['pooling']}, or set template=plain")
+        raise ValueError(f"{folder} puts no [EOS] after texts, which pooling={wanted.pooling} needs; set "
+                         f"pooling={facts['pooling']}, as its authors do, or template=plain")
     usual = wanted.instruction_format == Layout.instruction_format and stored.instruction_format != WHOLE_BEGINNING
     return Formatter(tokenizer, replace(layout, instruction_format=stored.instruction_format) if usual else layout)

@@ -31,10 +31,10 @@ from ..evaluation.verdict import (DOCUMENTS, advice, best_of, gap, opened, queri
                                            score_systems, verdict, widest)
 from ..experiments.verdict_page import verdict_page
 from ..inference.hard_negatives import mine
-from ..inference.own_pairs import CHOSEN, match_pairs
+from ..inference.own_pairs import CHOSEN, check_outside, match_pairs
 from ..inference.questions import ask, found_again, heading_pairs, link_pairs
 from ..models.loading import SEARCH, kind_of, read_sentence_transformers, small_files
-from ..models.resolve import find_model
+from ..models.resolve import BUILT_MODELS, find_model
 from .card import (UNREAD, UNREPEATED, UNSCORED, UNTRAINED, as_loaded, export_with_card,
                                     with_known)
 from .export import ADAPTED
@@ -659,7 +659,7 @@ def check_out(out: Path):
     names = ("model", "search", "passages.jsonl", "adapt.json", "verdict.html")
     written = [name for name in names if (out/name).exists()]
     if written and not steps:
-        raise ValueError(f"{out} holds {', '.join(written)}, which an adaptation writes; choose another out")
+        raise ValueError(f"{out} holds {', '.join(written)}, which adapt would replace; choose another out")
 
 def checked(recipe: Adapt) -> Adapt:
     "The recipe with ~ as the home folder; ValueError or FileNotFoundError for places and models that cannot be used."
@@ -668,12 +668,14 @@ def checked(recipe: Adapt) -> Adapt:
     at_home = {name: os.path.expanduser(getattr(recipe, name)) for name in ("documents", "pairs", "out")}
     recipe = replace(recipe, **at_home)
     keep_apart(recipe.out, documents=recipe.documents, pairs=recipe.pairs, base=bases_of(recipe)[0])
-    if Path(recipe.pairs or "-").exists() and Path(recipe.documents).resolve() in Path(recipe.pairs).resolve().parents:
-        raise ValueError(f"pairs={recipe.pairs} lies in documents={recipe.documents}, whose tables are read as "
-                         "documents too; move it out of that folder")
     check_out(Path(recipe.out))
     if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split
         raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")
+    if recipe.pairs: check_outside(recipe.pairs, recipe.documents)
+    for name in {MINER, *bases_of(recipe)[0]} & BUILT_MODELS.keys():
+        if Path(name).is_dir():
+            raise ValueError(f"the folder {name} here hides the model of that name, which adapt needs; rename it, or "
+                             "run the command elsewhere")
     for base in bases_of(recipe)[0]: check_base(base)
     return recipe
 

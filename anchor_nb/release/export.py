@@ -43,14 +43,19 @@ def check_expressible(embedder: AnchorEmbedder, model: str):
 # %% ../../nbs/release/00_export.ipynb #547eb986
 def trained_instructions(facts: dict) -> dict: # facts: of a checkpoint; -> name: instruction
     "The instructions that a model was trained with; a data set with several gets numbered names."
-    used = {name: filter(None, texts) for name, texts in facts.get("instructions", {}).items()}
-    return {name + (f"_{n}" if n > 1 else ""): text for name, texts in used.items() for n, text in enumerate(texts, 1)}
+    named = {}
+    for name, texts in facts.get("instructions", {}).items():
+        for n, text in enumerate(filter(None, texts), 1):
+            key = f"{name}_{n}" if n > 1 or name == "document" else name # which is the prompt of documents
+            while key in named: key += "_" # a data set may be called nq_2
+            named[key] = text
+    return named
 
 def query_instruction(instructions: dict, query: str = "") -> str: # query: an instruction or its name; empty: choose
     "The default instruction for queries."
     near = near_names(query, instructions) if query not in instructions and " " not in query else []
     if near:
-        raise ValueError(f"query={query!r} is the name of no instruction; did you mean {' or '.join(near)}?")
+        raise ValueError(f"query={query!r} names no instruction; did you mean {' or '.join(near)}?")
     if query: return instructions.get(query, query)
     if "query" in instructions or not instructions: return instructions.get("query", "")
     usual = paper_instructions()["msmarco_passage"][0] # of several, that of web search if it is among them

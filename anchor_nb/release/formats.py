@@ -256,11 +256,10 @@ def check_gguf(config, pooling: str, raw: dict): # config: of the model; raw: of
         raise ValueError(f"{kind} with pooling={pooling} has no GGUF here; {', '.join(ARCHITECTURES)} have, with any "
                          "pooling but weighted_mean. Use --format onnx")
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r} cannot be said in a GGUF, for which it is silu; use "
-                         "--format onnx")
+        raise ValueError(f"a GGUF cannot store hidden_act={config.hidden_act!r}, only silu; use --format onnx")
     if (scale := scale_of_positions(config)) != 1:
         raise ValueError(f"positions are scaled by {scale:g} (rope_type={config.rope_parameters['rope_type']}), which "
-                         "cannot be said in a GGUF; use --format onnx")
+                         "a GGUF cannot store; use --format onnx")
     family_of(raw)
 
 def write_gguf(folder: Path, out: Path): # out: holds a folder gguf

@@ -142,7 +142,7 @@ def send(folder: Path, plan: dict, message: str) -> dict: # url, left_there
     operations = [as_shown(folder, file) for file in plan["files"]]
     api.create_repo(repo_id, private=plan["private"], exist_ok=True)
     if plan["private"] and not api.repo_info(repo_id).private:
-        raise ValueError(f"{repo_id} exists and is public; make it private first, or push with private=False")
+        raise ValueError(f"{repo_id} exists and is public; make it private first, or push it as public")
     if revision: api.create_branch(repo_id, branch=revision, exist_ok=True)
     message = message or "Upload a model with anchor_nb"
     commit = api.create_commit(repo_id, operations, commit_message=message, revision=revision)

@@ -106,8 +106,9 @@ class Ranker:
     def vector(self, query: str, instruction: str = ""): # -> [dimension] fp32 of length 1
         "The embedding of a question."
         how = dict(normalize_embeddings=True, truncate_dim=self.index.truncate_dim)
-        role = "" if instruction == "none" else "query" # none: not even the query prompt of the checkpoint
-        return self.index.embedder.encode([query], instruction=self.asked(instruction), role=role, **how)[0]
+        embedder, asked = self.index.embedder, dict(instruction=self.asked(instruction), role="query")
+        if instruction == "none": asked = dict(prompt="") if "" in embedder.prompts else {} # not even the usual prompt
+        return embedder.encode([query], **asked, **how)[0]
 
     def scores(self, query: str, instruction: str = "") -> np.ndarray: # [texts]
         "Cosines; with BM25 the fused scores, in [0, 1], and below these the other texts by their cosines."

@@ -90,9 +90,9 @@ def halving(out: Path, step): # step: has `budget`, and in `largest` the tokens 
     except torch.OutOfMemoryError as error:
         file, budget = Path(out)/BUDGET, min(step.budget, getattr(step, "largest", step.budget))
         if file.exists():
-            raise torch.OutOfMemoryError(f"out of memory again, with {budget} tokens a micro-batch; lower max_length, "
-                                         "set sharding=fsdp2 or gradient_checkpointing=always, or set micro_tokens "
-                                         f"and delete {file}. ({error})") from None
+            raise torch.OutOfMemoryError(f"out of memory again, with {budget} tokens a micro-batch ({error}); lower "
+                                         "max_length, set sharding=fsdp2 or gradient_checkpointing=always, or set "
+                                         f"micro_tokens and delete {file}") from None
         write_text(file, json.dumps(dict(micro_tokens=max(1, budget//2), before=budget)) + "\n")
-        raise torch.OutOfMemoryError(f"out of memory with {budget} tokens a micro-batch; run the same command again, "
-                                     f"and it resumes with {max(1, budget//2)}. ({error})") from None
+        raise torch.OutOfMemoryError(f"out of memory with {budget} tokens a micro-batch ({error}); run the same "
+                                     f"command again, and it resumes with {max(1, budget//2)}") from None

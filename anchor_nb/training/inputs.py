@@ -149,7 +149,7 @@ def check_launch(recipe: Training):
                    if os.environ.get(name, "").lower() == "true"]:
         raise ValueError(f"{sharded[0]}=true: the recipe decides this here; launch without it, and set sharding=fsdp2")
     if recipe.optimizer == "adamw_8bit" and not find_spec("bitsandbytes"):
-        raise ValueError("optimizer=adamw_8bit needs bitsandbytes: pip install anchor_nb[8bit]; or take "
+        raise ValueError('optimizer=adamw_8bit needs bitsandbytes; pip install "anchor_nb[8bit]", or take '
                          "optimizer=adamw")
 
 def check_sizes(recipe: Training): # decided
@@ -187,9 +187,9 @@ class Inputs(Resolved):
         self.begun = begun_with(recipe) # the settings of the run that is there
         self.instructions = training_instructions(recipe.instructions) # dataset -> instructions; None: nobody gets one
         sources = find_sources(recipe.data)
+        hashes = {name: content_hash(source) for name, source in sources.items()} # before they are read
         whole = load_pairs(sources, columns=recipe.columns)
-        self.data = {name: dict(sha256=content_hash(source), rows=len(whole[name]))
-                     for name, source in sources.items()} # for the manifest
+        self.data = {name: dict(sha256=hashes[name], rows=len(whole[name])) for name in sources} # for the manifest
         self.drawn = [name for name in whole if recipe.ratios.get(name, 1) > 0] # the datasets that are used
         self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed) # name -> rows
         if getattr(recipe, "pairing", "own") == "strangers":

@@ -191,7 +191,7 @@ def remedies(shape: Shape, setup: Setup, work: Work, room: float) -> str:
         would += [f"sharding=fsdp2 over {n} GPUs" for n in counts[:1]]
     if not would and fits(**eight, **pure): would = ["optimizer=adamw_8bit and precision=pure_bf16"]
     help = f"it would with {' or '.join(would)}" if would else "a smaller model or a device with more memory would do"
-    return help + ". Texts much shorter than max_length may still fit: set micro_tokens, and the estimate is not asked"
+    return help + ", or set micro_tokens to skip this estimate: texts much shorter than max_length may still fit"
 
 def choose(shape: Shape, setup: Setup, work: Work,
            free_bytes: float,      # of one device

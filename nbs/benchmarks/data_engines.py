@@ -120,14 +120,14 @@ def judged(folder: Path, dropped: np.ndarray) -> dict:
 # ---- what the exact engines share: runs, and the rarest of each row ----
 
 
-def flat_runs(texts: list, width: int = 3) -> tuple:  # (number of the text, run), unique
+def flat_runs(texts: list) -> tuple:  # (number of the text, run), unique
     "The runs of many texts as hashes, as `word_runs` defines them."
     cut = pl.col("text").str.replace_all(r"(\w)\s*[.,;:!?]+(\s|$)", "${1}${2}").str.extract_all(r"\w+|[^\w\s]")
     frame = pl.DataFrame(dict(text=[plain(text) for text in texts])).with_row_index("owner")
     frame = frame.select("owner", word=cut).explode("word", empty_as_null=True)
     owner, run = frame["owner"].to_numpy(), frame["word"].fill_null("").hash().to_numpy()
     words, keep = run, np.r_[True, owner[1:] != owner[:-1]]  # a first run stays, however short
-    for k in range(1, width):
+    for k in (1, 2):
         same = np.r_[owner[k:] == owner[:-k], np.zeros(min(k, len(owner)), bool)]
         with np.errstate(over="ignore"):
             run = run*np.uint64(0x9E3779B97F4A7C15) + np.where(same, np.roll(words, -k), np.uint64(0))

@@ -226,7 +226,8 @@ def tuned(rung, arm, kept=KEPT):
 def side_by_side(work, todo, jobs):
     """`work` of each item of `todo`, several at a time, each in a fresh process; returns how many failed.
 
-    An error in one leaves the rest alone; a process that is killed takes those with it that have not ended.
+    An error in one leaves the rest alone, unless they run one after the other in this process; a process that is
+    killed takes those with it that have not ended.
     """
     cards, context, failed = visible(), get_context("spawn"), 0
     places = fitting(cards) if not jobs else [cards[k % len(cards)] if cards else "" for k in range(jobs)]
@@ -357,12 +358,14 @@ def small_lm(rung, pairs):
     settings = COMMON | read_preset("small-lm", "stage1") | dict(
         model=str(random), data=str(pairs), out=str(training), seed=1, steps=RUNGS[rung].get("lm_steps", 1000))
     facts = train(Stage1(**settings))
-    for row in rows_of(training/"metrics.jsonl"):
+    known = any(row["rung"] == rung for row in rows_of(KEPT/"small-lm.jsonl")) # of an earlier machine, for example
+    for row in [] if known else rows_of(training/"metrics.jsonl"):
         if row["step"] % 50 == 0 or row["step"] == 1:
             keep("small-lm.jsonl", dict(rung=rung) | {name: round(row[name], 4) for name in (
                 "step", "loss", "loss_documents", "loss_queries", "tokens")})
     seconds = sum(row["seconds"] for row in rows_of(training/"speed.jsonl"))
-    keep("small-lm.jsonl", dict(rung=rung, weights=facts["parameters"], seconds=round(seconds, 1), **made()))
+    size = dict(rung=rung, weights=facts["parameters"], seconds=round(seconds, 1), **made())
+    if not known: keep("small-lm.jsonl", size)
     shutil.copytree(training/"model", RUNGS[rung]["model"])
 
 

@@ -86,9 +86,8 @@ def kinds(name, rate=5e-5):
     from anchor_nb.runs.ledger import read_rows
     from anchor_nb.training.encoders import fit, opened
     root, steps = Path("runs/adapt")/name/"made", Path("runs/adapt")/name/"adapted-made-0/steps"
-    test, made, titles = real_test(root), {}, set()
-    passages = [row["text"] for row in read_rows(steps/"read/passages.jsonl")]
-    titles = {row["title"] for row in read_rows(steps/"read/passages.jsonl")}
+    test, made, read = real_test(root), {}, list(read_rows(steps/"read/passages.jsonl"))
+    passages, titles = [row["text"] for row in read], {row["title"] for row in read}
     for row in read_rows(steps/"pairs/pairs.jsonl"):
         kind = "titles" if row["query"] in titles else "questions"
         made.setdefault(kind, []).append((row["query"], passages[row["passage"]]))

@@ -195,7 +195,8 @@ def test_an_extra_that_is_missing_is_named(monkeypatch):
         raise ModuleNotFoundError("No module named 'submitit'", name="submitit")
     monkeypatch.setattr(planning, "report", lacking)
     result = invoke("plan", "--gpus", "1")
-    assert result.stderr.startswith("anchor-nb: the package submitit is not installed\npip install anchor_nb[slurm]\n")
+    assert result.stderr.startswith('anchor-nb: the package submitit is not installed\n'
+                                    'pip install "anchor_nb[slurm]"\n')
 
 
 def test_a_rank_that_was_left_behind_is_named_and_forgotten(monkeypatch):
@@ -426,22 +427,3 @@ def test_the_folder_of_another_run_is_refused_with_what_differs(smoke):
     assert (result.returncode == 1 and "steps is 4 there and 9 here" in result.stderr
             and "Traceback" not in result.stderr)
     assert (folder/"runs/all/stage1/run.json").read_bytes() == before
-
-
-def test_two_processes_take_the_same_steps_as_one(smoke):
-    folder, _ = smoke
-    result = warm.run([COMMAND, "stage1", "-f", "stage1.yaml", "-p", "out=two", "-p", "processes=2"], cwd=folder,
-                      capture_output=True, text=True, env={**os.environ, "ACCELERATE_USE_CPU": "1"}, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    one, two = rows(folder/"runs/all/stage1/metrics.jsonl"), rows(folder/"two/metrics.jsonl")
-    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
-    assert [row["tokens"] for row in two] == [row["tokens"] for row in one]
-    assert runs.read_manifest(folder/"two")["world_size"] == 2
-
-
-def test_the_command_in_the_manifest_runs_as_it_stands(smoke):
-    folder, _ = smoke
-    command = runs.read_manifest(folder/"runs/all/stage1")["command"]
-    result = subprocess.run(f"{COMMAND.parent}/{command} --dry-run", shell=True, cwd=folder, capture_output=True,
-                            text=True)
-    assert yaml.safe_load(result.stdout) == {**runs.read_manifest(folder/"runs/all/stage1")["recipe"]}

@@ -139,15 +139,12 @@ def test_data_changed_under_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="trained on other content of mine"): train(settings)
 
 
-@pytest.mark.parametrize("change, expected", [
-    (dict(processes=9, global_batch=8), "global_batch=8 leaves some of 9 processes without an example"),
-    (dict(attention="flash_attention_2"), "attention=auto runs everywhere")], ids=["batch", "attention"])
-def test_stage_notebook_stops_before_its_run_folder(change, expected, tmp_path):
+def test_stage_notebook_stops_before_its_run_folder(tmp_path):
     """The same from a stage notebook: the error is the notebook's, and what is left there would not block the mended
     command."""
-    usual = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"out"))
-    with pytest.raises(StageError, match=expected):
-        run_stage("stage1", usual | change, output=tmp_path/"stage1.ipynb", log=False)
+    usual = dict(model="tiny", data=toy_pairs(), out=str(tmp_path/"out"), processes=9, global_batch=8)
+    with pytest.raises(StageError, match="global_batch=8 leaves some of 9 processes without an example"):
+        run_stage("stage1", usual, output=tmp_path/"stage1.ipynb", log=False)
     assert [path.name for path in (tmp_path/"out").iterdir()] == [".stage1.lock"]
 
 

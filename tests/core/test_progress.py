@@ -27,7 +27,7 @@ from anchor_nb.core.progress import progress
 def train():
     with progress(total=6, desc="Stage1") as bar:
         for step in range(6):
-            time.sleep(0.5)
+            time.sleep(0.02)
             bar.set_postfix_str("loss " + str(step), refresh=False)
             bar.update()
     return type(bar).__name__

@@ -84,14 +84,6 @@ def test_home_is_meant_as_in_a_shell(tmp_path, monkeypatch):
         candidates({"mine": dict(model="tiny", adapter="~/run")})
 
 
-def test_a_score_says_how_much_of_a_text_was_read(tmp_path):
-    AnchorEmbedder.from_pretrained("tiny", max_length=12).save_pretrained(str(tmp_path/"short"))
-    result = evaluate(tmp_path, str(tmp_path/"short"), "--task", write_set(tmp_path/"set", "set"), "-p",
-                      "yardsticks=[]")
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert {row["tokens"] for row in read_rows(tmp_path/"runs/evaluate/ledger.jsonl")} == {12}
-
-
 def test_every_type_of_text_task_is_measured(tiny, tmp_path):
     from mteb.mocks import ALL_MOCK_TASK_TEST_GRID
     seen = {}
@@ -245,17 +237,3 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path):
     assert f"to compute: {len(last['tasks']) - len(before)} of" in result.stderr
     assert len(main_rows(tmp_path)) == len(set(main_rows(tmp_path))) == len(last["tasks"])
     assert last["mean"] == pytest.approx(np.mean(list(last["tasks"].values())))
-
-
-@pytest.mark.parametrize("words, message", [
-    (["tiny", "--benchmark", "papr15"], "paper15"),
-    (["tiny", "--task", "SciFacts"], "SciFact"),
-    (["tiny", "--task", "SciFact"], "mteb/scifact"),
-    (["tiny"], "tasks and benchmark are empty"),
-    (["no/such/model", "--benchmark", "local-quick"], "no model folder"),
-    (["tyni", "--benchmark", "local-quick"], "did you mean tiny?"),
-])
-def test_bad_input_is_named_before_a_model_is_loaded(tmp_path, words, message):
-    result = evaluate(tmp_path, *words)
-    assert result.returncode == 1 and message in result.stderr, result.stderr
-    assert not (tmp_path/"runs/evaluate/ledger.jsonl").exists()

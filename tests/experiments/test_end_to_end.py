@@ -50,10 +50,9 @@ def test_tiny_model_on_two_processes(tmp_path):
                                                                                          "cache hit")
 
 
-@pytest.mark.parametrize("objectives", [{"lm": 1.0}, {"mntp": 1.0, "ebar": 0.2}], ids=str)
-def test_stage_one_runs_to_its_last_cell_with_other_objectives(objectives, tmp_path):
+def test_stage_one_runs_to_its_last_cell_with_other_objectives(tmp_path):
     "The notebook's figure draws whatever losses there are."
-    how = dict(objectives=objectives, bidirectional="mntp" in objectives, steps=2, global_batch=4, warmup_steps=1,
+    how = dict(objectives={"mntp": 1.0, "ebar": 0.2}, bidirectional=True, steps=2, global_batch=4, warmup_steps=1,
                max_length=32, save_steps=0)
     run_stage("stage1", dict(how, model="tiny", data=toy_pairs(), out=f"{tmp_path}/run"), log=False)
     assert len(rows(tmp_path/"run")) == 2

@@ -62,7 +62,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
     (dict(arms={"a": {"preset": ["smoke"]}}), r"arm a: no preset \['smoke'\]"),
     (dict(arms={"bm25": {}}), "arm bm25: this is the name of the yardstick BM25"),
     (dict(arms={"a": {"stages": ["stage2"], "stage1.alpha": 0.5}}), "arm a: it has no stage1, so stage1.alpha changes"),
-    (dict(base={"stage2.model": "tiny"}, arms={"a": {"stages": []}}), "arm a: stage2.model does not count"),
+    (dict(base={"stage2.model": "tiny"}, arms={"a": {"stages": []}}), "arm a: stage2.model has no effect"),
     (dict(arms={"a": {"stage1.alpha": "2o"}}), "arm a: alpha='2o' is not a number"),
     (dict(seeds=[1, 1]), "seeds has 1 twice"),
     (dict(arms={"alpha=0.2": {}}, grid={"stage1.alpha": [0.2]}), "two arms are called"),
@@ -252,7 +252,7 @@ def test_what_is_not_there_is_said_before_anything_runs(tmp_path):
                           ({"evaluate.benchmark": "papr15", "evaluate.tasks": []}, "papr15"),
                           ({"stage2.instructions": f"{none}.yaml"}, "none.yaml"),
                           ({"evaluate.data_root": none}, "data_root"),
-                          ({"stage2.model": "tiny"}, "stage2.model does not count"),
+                          ({"stage2.model": "tiny"}, "stage2.model has no effect"),
                           ({"evaluate.models": {"mine": "tiny"}}, "a sweep chooses evaluate.models itself")):
         with pytest.raises((ValueError, FileNotFoundError), match=said):
             sweeps.run_sweep(dict(preset="smoke", base={}, seeds=[], arms={"late": changes, "first": {}}, grid=[]),

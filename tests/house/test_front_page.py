@@ -71,7 +71,7 @@ def test_the_folders_of_the_page_are_found():
 
 
 def test_the_rows_of_the_plan_say_which_commit_made_them():
-    rows = [row for row in read_rows(NBS/PLANNED/"again.jsonl") if row["rung"].startswith(("gpu", "desc"))]
+    rows = [row for row in read_rows(NBS/PLANNED/"again.jsonl") if row["rung"].startswith(("gpu", "desc", "wiki"))]
     assert rows and all(row["code"]["commit"] and not row["code"]["dirty"] for row in rows)
 
 

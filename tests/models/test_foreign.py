@@ -455,8 +455,7 @@ def test_training_goes_on_in_the_layout_of_the_makers(tmp_path):
         assert training_formatter(grit, recipe)(TEXTS[:1], instruction) == theirs(TEXTS[:1], instruction)
     said = training_formatter(grit, replace(recipe, instruction_format="Find: {instruction} {text}"))
     assert said.tokenizer.decode(said(["x"], "animals")[0].ids).endswith("Find: animals x")
-    with pytest.raises(ValueError, match=r"no \[EOS\] behind its texts, which pooling=eos needs; its makers take "
-                                         r"pooling=rest_mean"):
+    with pytest.raises(ValueError, match=r"no \[EOS\] after texts, which pooling=eos needs; set pooling=rest_mean"):
         training_formatter(grit, Stage2(bidirectional=True))
     assert training_formatter(grit, Stage2(template="plain")).layout == load_formatter(grit,
                                                                                        Stage2(template="plain")).layout

@@ -604,7 +604,7 @@ def test_what_stands_in_an_out_of_other_use_is_left_alone(tmp_path, name):
     village(tmp_path/"docs")
     (tmp_path/"out").mkdir()
     (tmp_path/"out"/name).write_text("mine")
-    with pytest.raises(ValueError, match=f"holds {name}, which an adaptation writes"):
+    with pytest.raises(ValueError, match=f"holds {name}, which adapt would replace"):
         adapt(Adapt(documents=str(tmp_path/"docs"), out=str(tmp_path/"out")))
     assert (tmp_path/"out"/name).read_text() == "mine"
 

@@ -83,7 +83,7 @@ def test_a_gguf_that_llama_cpp_could_not_follow_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("config, message", [
-    (dict(hidden_act="gelu"), "hidden_act='gelu' cannot be said in a GGUF"),
+    (dict(hidden_act="gelu"), "a GGUF cannot store hidden_act='gelu'"),
     (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)),
      r"positions are scaled by 1.13863 \(rope_type=yarn\)")])
 def test_what_the_settings_of_a_gguf_cannot_say_is_refused(tmp_path, config, message):

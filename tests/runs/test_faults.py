@@ -104,9 +104,7 @@ def flip(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage, name", [(shorten, "optimizer.pt"), (flip, "model.safetensors"),
-                                          (Path.unlink, "scheduler.pt"), (shorten, "files.json"),
-                                          (Path.unlink, "files.json")])
+@pytest.mark.parametrize("damage, name", [(flip, "model.safetensors"), (Path.unlink, "files.json")])
 def test_a_damaged_checkpoint_is_named_and_left_aside(damage, name, settings, whole):
     with at_step(8, fail), pytest.raises(RuntimeError, match="plug"): train(settings)
     damage(checkpoints(settings.out)[-1]/name)
@@ -192,12 +190,13 @@ def test_want_of_memory_halves_the_budget_once_and_goes_on(settings, whole, monk
     launch(train, settings, run_dir=settings.out)
     said = capsys.readouterr().out
     assert "out of memory with 300 tokens" in said and "150 tokens after memory ran out" in said
+    assert not Path(settings.out, "micro_tokens.json").exists()
     assert [row["loss"] for row in rows(settings.out)] == pytest.approx([row["loss"] for row in rows(whole)], rel=1e-4)
 
 
 def test_want_of_memory_twice_is_an_error(settings, monkeypatch):
     out_of_memory(monkeypatch, 2)
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*max_length"):
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory again, with 150 tokens.*max_length.*=fsdp2"):
         launch(train, settings, run_dir=settings.out)
 
 

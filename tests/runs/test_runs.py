@@ -194,33 +194,6 @@ def test_a_model_that_changed_is_noticed_and_one_that_is_gone_is_not(tmp_path):
     assert runs.start_run(tmp_path/"r", made) == "resume"
 
 
-# ---- secrets ----
-
-TOKEN = "planted-0123456789abcdef"
-
-
-def test_a_token_in_parameters_does_not_reach_the_manifest(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    made = stage("stage1", model=f"https://host/{TOKEN}/model", instructions=f"{TOKEN}.yaml")
-    assert [runs.start_run(tmp_path/"r", made), runs.start_run(tmp_path/"r", made)] == ["new", "resume"]
-    runs.finish_run(tmp_path/"r", note=f"asked with {TOKEN}")
-    ledgers.append_rows(tmp_path/"ledger.jsonl", [dict(label="x", model=TOKEN)])
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN in path.read_text()]
-    assert runs.start_run(tmp_path/"r", made) == "resume", "its model is gone"
-
-
-def test_a_token_reaches_the_kernel_but_not_the_notebook_the_log_or_the_error(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("WANDB_API_KEY", TOKEN)
-    code = (f"import os; open('{tmp_path}/seen', 'w').write(name[::-1]); print(os.environ['WANDB_API_KEY']); raise "
-            "RuntimeError(name)")
-    with pytest.raises(stage_runs.StageError) as caught:
-        stage_runs.run_stage(notebook(tmp_path/"leak.ipynb", code), dict(name=f"key {TOKEN}"), tmp_path/"out.ipynb")
-    assert (tmp_path/"seen").read_text()[::-1] == f"key {TOKEN}"
-    shown = capfd.readouterr()
-    assert TOKEN not in str(caught.value) + shown.out + shown.err + caught.value.notebook.read_text()
-    assert "[hidden]" in shown.out
-
-
 # ---- failures, signals, locks ----
 
 FAILING = """
@@ -435,7 +408,7 @@ SHOW = "print('SEEN', repr((steps, rate, flag, name, items, map)))"
 def test_a_notebook_does_not_replace_what_is_none(tmp_path):
     "Such as the pairs, where --output stands for --out."
     (pairs := tmp_path/"pairs.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="pairs.jsonl is there and is no notebook.*such as pairs.ipynb"):
+    with pytest.raises(ValueError, match="pairs.jsonl exists, is not a notebook.*such as pairs.ipynb"):
         stage_runs.run_stage("stage2", dict(data=str(pairs), model="tiny", out=str(tmp_path/"run")), output=pairs)
     assert pairs.read_text() == "{}\n" and not (tmp_path/"run").exists()
 

@@ -7,7 +7,6 @@
     python nbs/results/carry/gates.py cost              # what measuring takes of the time
     python nbs/results/carry/gates.py parts             # the recipe with one part less each: 40 steps in bf16
     python nbs/results/carry/gates.py again wiki 1      # the recipe on another corpus or with another seed
-    python nbs/results/carry/gates.py ablations 12      # on a GPU: every arm, and larger batches, 12 at a time
 """
 import hashlib
 import json
@@ -229,24 +228,5 @@ def again(name, seed=1):
         seed=int(seed), learning_rate=3e-4, carry_pairs=64, carry_steps=20, start=f"bags-{zlib.crc32(bags.encode())}")))
 
 
-ON_GPU = dict(precision="bf16", micro_tokens=16384, steps=300, carry_steps=75, workers=0)
-BAGS = json.dumps(ON_GPU | dict(steps=60)) # what the arms that start from bags start from
-LARGER = [dict(global_batch=size, learning_rate=rate)
-          for size, rate in ((16, 5e-4), (64, 2e-4), (64, 5e-4), (64, 1e-3))]
-
-
-def ablations(jobs, *names):
-    "Every arm with 300 steps in bf16, `kept_sink` at other batches and rates too, some at a time on one GPU."
-    import subprocess
-    from concurrent.futures import ThreadPoolExecutor
-    def run(which, more):
-        subprocess.run([sys.executable, __file__, "arm", "wordnet", which, "0", more], check=False)
-    run("bags", BAGS)
-    start = lambda which: dict(start=f"bags-{zlib.crc32(BAGS.encode())}") if "start" in ARMS[which] else {}
-    todo = [(which, json.dumps(ON_GPU | start(which))) for which in names or ARMS if which != "bags"]
-    if not names: todo += [("kept_sink", json.dumps(ON_GPU | start("kept_sink") | size)) for size in LARGER]
-    with ThreadPoolExecutor(int(jobs)) as pool: list(pool.map(lambda one: run(*one), todo))
-
-
-WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost, parts=parts, again=again, ablations=ablations)
+WHAT = dict(data=data, cram=cram, arm=arm, say=say, cost=cost, parts=parts, again=again)
 if __name__ == "__main__": WHAT[sys.argv[1]](*sys.argv[2:])
