@@ -69,7 +69,9 @@ def frozen():
 def no_accelerator_is_left():
     "A test that trains in this process must not keep later ones from launching others."
     yield
-    if not gc.get_freeze_count(): gc.freeze() # a launch has thawed it
+    if not gc.get_freeze_count(): # a launch has thawed it
+        gc.collect()
+        gc.freeze()
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -17,7 +17,8 @@ PLACE = re.compile(r"[_-](path|file|dir)$", re.IGNORECASE)
 
 def is_secret(name: str) -> bool: # does it name a secret?
     "Whether a variable, parameter or field with this name holds a secret."
-    return bool(SECRET.search(name)) and not PLACE.search(name)
+    words = re.search(r"[\s:]", name) # no name of a setting or a variable
+    return bool(SECRET.search(name)) and not PLACE.search(name) and not words
 
 # %% ../../nbs/core/04_redaction.ipynb #38041ed7
 HIDDEN = "[hidden]"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['parse_row', 'parsed', 'Stream', 'load_pairs', 'generator', 'permutation', 'Batches', 'Example', 'examples',
-           'strangers', 'kept_out', 'undrawn']
+           'strangers', 'keys_of', 'kept_out', 'unlike', 'undrawn']
 
 # %% ../../nbs/data/02_rows.ipynb #ac7e4b4a
 import difflib, hashlib, json, re, sys, warnings
@@ -466,9 +466,21 @@ def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, l
     return max(0, end - max(groups[number], 16*count)), end
 
 # %% ../../nbs/data/02_rows.ipynb #3246fff4
+def keys_of(table, rows) -> Iterator: # of sets of texts, for each of these rows
+    "A row's query and positives, without case and spacing."
+    some = table.select(rows)
+    parts = ([dict(query=some["query"], positives=some["positives"])] if isinstance(some, RowTable)
+             else some.select_columns(["query", "positives"]).iter(10_000))
+    for part in parts:
+        for query, positives in zip(part["query"], part["positives"]):
+            yield {" ".join(text.casefold().split()) for text in (query, *positives)}
+
 def kept_out(tables: dict, names: list, count: int,
              seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
-    "Take about `count` pairs out of the datasets in `names`, as many from each; ValueError where that is over a tenth."
+    """Take about `count` pairs out of the datasets in `names`, as many from each, and what shares a text with them.
+
+    ValueError where that is over a tenth, or leaves less than half of a dataset.
+    """
     share, rest, kept = -(-count//max(1, len(names))), dict(tables), {}
     for name in names if count else ():
         if isinstance(tables[name], Stream):
@@ -478,10 +490,24 @@ def kept_out(tables: dict, names: list, count: int,
             raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most "
                              "a tenth out of training")
         order = generator("held out", seed, name).permutation(len(tables[name]))
-        kept[name], rest[name] = np.sort(order[:share]), tables[name].select(np.sort(order[share:]))
+        kept[name], left = np.sort(order[:share]), np.sort(order[share:])
+        seen = set().union(*keys_of(tables[name], kept[name]))
+        left = [row for row, keys in zip(left.tolist(), keys_of(tables[name], left)) if not keys & seen]
+        if 2*len(left) < len(tables[name]):
+            raise ValueError(f"held_out={count}: of the {len(tables[name])} pairs of {name} only {len(left)} share no "
+                             "text with a pair kept out; keep fewer, or a table of your own, and set held_out=0")
+        rest[name] = tables[name].select(left)
     return rest, kept
 
-def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # name -> [rows]
+def unlike(table, rows, drawn) -> list:
+    "Of `rows` those that share no text with a row that is drawn."
+    mine, met = list(keys_of(table, rows)), set()
+    wanted = set().union(*mine)
+    for keys in keys_of(table, drawn): met |= keys & wanted
+    return [row for row, keys in zip(rows, mine) if not keys & met]
+
+def undrawn(batches: Batches, steps: int, names: list, count: int,
+            tables: dict = {}) -> dict: # name -> [rows]; tables: whose texts are compared too
     "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
     spans = {name: looked_at(batches, name, count) for name in names}
     used = {name: np.zeros(last - first, bool) for name, (first, last) in spans.items()}
@@ -491,5 +517,9 @@ def undrawn(batches: Batches, steps: int, names: list, count: int) -> dict: # na
         used[batch.dataset][batch.rows[(batch.rows >= first) & (batch.rows < last)] - first] = True
         if all(map(np.all, used.values())): break
     share = -(-count//len(names))
-    pick = lambda name, left: generator("carry", batches.seed, name).permutation(left)[:share]
-    return {name: np.sort(pick(name, np.flatnonzero(~used[name]))) + spans[name][0] for name in names}
+    def pick(name):
+        left = generator("carry", batches.seed, name).permutation(np.flatnonzero(~used[name]))
+        if name in tables and name not in batches.groups: # of which all rows are at hand
+            left = unlike(tables[name], left[:4*share], np.flatnonzero(used[name]))
+        return np.sort(left[:share]).astype(int) + spans[name][0]
+    return {name: pick(name) for name in names}

@@ -174,7 +174,7 @@ def quotes_are_text(path: str, tabs: int, *stat) -> bool: # tabs: of the header,
 def csv_records(path) -> Iterator: # of (number of its first line, cells, the delimiter)
     "The records of a delimited file that are not blank."
     lines = (decoded(line, path, number) for number, line in byte_lines(path))
-    head, stated = [], "" # the lines up to the header
+    head, stated = [], "" # the lines up to the header, and one more
     for line in lines:
         excel = re.fullmatch(r'"?sep=(.)"?\s*', line, re.IGNORECASE)
         if excel: stated, line = excel[1], "\n"
@@ -185,16 +185,20 @@ def csv_records(path) -> Iterator: # of (number of its first line, cells, the de
     csv.field_size_limit(max(csv.field_size_limit(), CELL))
     tabs, stat = "".join(head[-1:]).count("\t") if delimiter == "\t" else 0, os.stat(path)
     bare = tabs and quotes_are_text(str(path), tabs, stat.st_size, stat.st_mtime_ns)
-    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True,
+    head.append(next(lines, ""))
+    spaced = any(re.search(rf'(?<!")"{re.escape(delimiter)} +"(?!")', line) for line in head[-2:]) # "a", "b"
+    reader = csv.reader(chain(head, lines), delimiter=delimiter, strict=True, skipinitialspace=spaced,
                         quoting=csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL)
+    fix = "put quotes around a text with quotes in it, and write each of those twice"
     while True:
         line = reader.line_num + 1
         try: cells = next(reader, None)
         except csv.Error as error:
             wrong = next((words for text, words in BROKEN.items() if text in str(error)), str(error))
-            raise ValueError(f"{path}, line {line}: {wrong}; put quotes around a text with quotes in it, and write "
-                             "each of those twice") from None
+            raise ValueError(f"{path}, line {line}: {wrong}; {fix}") from None
         if cells is None: return
+        if delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
+            raise ValueError(f"{path}, line {line}: a quote opens a text that goes on over several rows; {fix}")
         if any(cell.strip() for cell in cells): yield line, cells, delimiter
 
 def csv_rows(path) -> Iterator: # of (place in the file, row)
@@ -211,6 +215,11 @@ def csv_rows(path) -> Iterator: # of (place in the file, row)
         yield f"line {line}", row_of(header, cells)
 
 # %% ../../nbs/data/01_tables.ipynb #414b52e1
+def texts_in(cells: list, path, number: int) -> list:
+    "The cells of a row; ValueError for one that holds an error, which pandas reads as a number."
+    if all(isinstance(cell, str) for cell in cells): return cells
+    raise ValueError(f"{path}, row {number}: a cell holds an error such as #N/A; correct its formula, or empty it")
+
 def sheet_rows(path) -> Iterator: # of (place in the file, row)
     "The rows of a spreadsheet's only sheet, numbered as the sheet numbers them; ValueError names the fix."
     if not find_spec("openpyxl"):
@@ -226,8 +235,8 @@ def sheet_rows(path) -> Iterator: # of (place in the file, row)
     if len(sheets) > 1:
         raise ValueError(f"{path} has rows in {len(sheets)} sheets ({', '.join(sheets)}), and one is read; save the "
                          "one that you mean as CSV")
-    rows = ((number, cells) for number, cells in enumerate(next(iter(sheets.values()), []), 1)
-            if any(map(str.strip, cells)))
+    rows = ((number, texts_in(cells, path, number)) for number, cells in enumerate(next(iter(sheets.values()), []), 1)
+            if any(str(cell).strip() for cell in cells))
     line, cells = next(rows, (1, []))
     header = header_of(cells, path, line)
     for number, cells in rows: yield f"row {number}", row_of(header, cells)

@@ -336,9 +336,15 @@ def meta(candidate: Candidate, revision: str,
                                        similarity_fn_name=ScoringFunction(similarity), **facts))
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #2495752f
+def usual_prompt(prompts: dict, task, side, ours: bool) -> str: # side: mteb's, of the texts; ours: an export's
+    "The prompt that mteb would choose for a task; those of our exports are instructions of data sets, for queries."
+    from mteb.models.abs_encoder import get_prompt_name
+    name = (get_prompt_name(prompts, task, side) if prompts else "") or ""
+    of_queries = ours and side and side.value == "document" and not name.endswith("document")
+    return "" if of_queries else name
+
 def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, devices: list) -> tuple:
     "One of our embedders as a function for `Encoder`, with facts for `meta`."
-    from mteb.models.abs_encoder import get_prompt_name
     from anchor_nb.models.embedder import AnchorEmbedder, Replicas
     announce("loading", candidate.source)
     embedder = AnchorEmbedder.from_pretrained(candidate.source, pooling=candidate.pooling, max_length=max_length,
@@ -346,10 +352,11 @@ def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, device
                                               **given(candidate, *OURS[1:]))
     model = Replicas(embedder, devices) if len(devices) > 1 else embedder
     joins = embedder.formatter.layout.instruction_format != WHOLE_BEGINNING
+    ours = (small_files(find_model(candidate.source))/LAYOUT_FILE).is_file()
     def embed(texts, instruction, task, side):
-        prompt = get_prompt_name(embedder.prompts, task, side) if embedder.prompts else "" # of this task or its type
+        prompt = usual_prompt(embedder.prompts, task, side, ours) # of this task or its type
         if prompt in ("query", "document"): prompt = ""
-        return model.encode(texts, (instruction if joins else "") or prompt or "", role=side.value if side else "",
+        return model.encode(texts, (instruction if joins else "") or prompt, role=side.value if side else "",
                             normalize_embeddings=True, show_progress_bar=len(texts) > 500,
                             **given(candidate, "truncate_dim"))
     size = candidate.truncate_dim or embedder.lm.config.hidden_size
@@ -358,7 +365,6 @@ def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, device
 # %% ../../nbs/evaluation/03_encoders.ipynb #5b6361d0
 def load_sentence_transformer(candidate: Candidate, max_length: int, micro_tokens: int, devices: list) -> tuple:
     "A sentence-transformers model as a function for `Encoder`, with facts for `meta`."
-    from mteb.models.abs_encoder import get_prompt_name
     from sentence_transformers import SentenceTransformer
     announce("loading", candidate.source)
     model = SentenceTransformer(find_model(candidate.source), device=(devices or [None])[0])
@@ -369,8 +375,9 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
                          "are supported here")
     how = dict(normalize_embeddings=measure == "cosine", show_progress_bar=False, **given(candidate, "truncate_dim"),
                device=devices if len(devices) > 1 else None)
+    ours = (small_files(find_model(candidate.source))/LAYOUT_FILE).is_file()
     def embed(texts, instruction, task, side):
-        name, prompt = get_prompt_name(model.prompts, task, side), {}
+        name, prompt = usual_prompt(model.prompts, task, side, ours), {}
         if candidate.template and instruction: prompt = dict(prompt=candidate.template.format(instruction=instruction))
         elif name and name not in call: prompt = dict(prompt_name=name)
         return call.get(side.value if side else "", model.encode)(texts, **how, **prompt)

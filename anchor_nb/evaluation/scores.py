@@ -17,7 +17,7 @@ from .measure import Evaluation, evaluate_task, load_evaluation, loaded, save_ev
 from ..data.packages import pick
 from ..models.loading import chain, json_or_empty, small_files
 from ..models.resolve import find_model
-from ..runs.ledger import append_rows, read_json, read_rows, to_restate
+from ..runs.ledger import append_rows, latest, read_json, read_rows, to_restate
 from ..runs.manifest import new_manifest, now
 from ..runs.provenance import peak_memory
 
@@ -206,13 +206,13 @@ def rebuilt_data(task, settings) -> str:
 
 # %% ../../nbs/evaluation/05_scores.ipynb #3a3c2bec
 def to_rebuild(candidates: list, tasks: list, rows: list, settings, instructions_id: str) -> list: # as `waiting`
-    "The reconstructions that a ledger lacks; models of other libraries and those without a head cannot write."
+    "The reconstructions that a ledger lacks; other libraries, cut vectors and models without a head cannot write."
     ranked = [task for task in tasks if task.metadata.type == "Retrieval" and not task.is_aggregate]
     keys = {(f"reconstruction:{task.metadata.name}", rebuilt_data(task, settings)): task for task in ranked}
     known = {measured(row) for row in rows if row.get("type") == "Reconstruction"}
     writers = [candidate for candidate in candidates
                if settings.reconstruction and candidate.library == "anchor_nb" and not candidate.bm25
-               and writes(candidate)]
+               and not candidate.truncate_dim and writes(candidate)]
     jobs = lacking(writers, known, keys, settings, instructions_id)
     if jobs:
         from anchor_nb.inference.decoding import generation_libraries
@@ -257,7 +257,7 @@ def rebuilt_table(rows: list): # -> pandas.DataFrame
     Losses in nats per token, the others in per cent.
     """
     import pandas
-    table = pandas.DataFrame([row for row in rows if row.get("type") == "Reconstruction"])
+    table = pandas.DataFrame([row for row in latest(rows) if row.get("type") == "Reconstruction"])
     table[["metric", "direction"]] = table["metric"].str.rsplit("_", n=1, expand=True).values
     table["value"] = table["value"].where(table["metric"].str.startswith("loss"), 100 * table["value"])
     seeds = ["training_seed"] if table.groupby("label")["training_seed"].nunique().max() > 1 else []

@@ -282,9 +282,12 @@ def _judged(pair: str, task: str, kind: str, difference, items: int) -> dict: # 
 def compared(a: dict, b: dict, # training seed -> score of each side
              items: list,      # of each side, as `interval_of` takes them, or None
             ):                 # -> Interval of a minus b, or None
-    "Over the training seeds that both sides have, else over the items of one run each."
+    "Over the training seeds that both have, or one where the other has none; else over the items of one run each."
     common = sorted(a.keys() & b.keys(), key=str)
     if len(common) > 1: return over_seeds([a[seed] - b[seed] for seed in common])
+    for trained, other, sign in ((a, b, 1), (b, a, -1)): # what was not trained here has no spread
+        if other.keys() == {None} and len(trained) > 1:
+            return over_seeds([sign*(score - other[None]) for score in trained.values()])
     return difference_of(*items) if len(a) == len(b) == 1 and all(items) else None
 
 def over_tasks(a: dict, b: dict, # from `by_seed`

@@ -425,6 +425,8 @@ def reasons(state: dict, root: Path) -> dict: # name -> text
 def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # name -> state
     "Run what can be run, in order, and show it."
     state = {name: state_before(node) for name, node in nodes.items()}
+    for name, node in nodes.items(): # what stands on a node that is made anew is looked at again
+        if any(state[need] == "waiting" for need in node.needs): state[name] = "waiting"
     screen, gathered = Screen(), set()
     while True:
         state.update({name: "running" for name in runner.running if name in state})

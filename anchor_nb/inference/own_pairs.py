@@ -141,17 +141,18 @@ CHOSEN = ("Where a pair names a document of several passages, the one in which B
           "the answer, which favours BM25.")
 
 def check_outside(pairs: str, documents: str):
-    "ValueError where a table of pairs lies in a folder of documents, and would be read as documents too."
+    "ValueError where a table of pairs lies in a folder of other documents, and would be read as one of them."
     folder = Path(documents).expanduser()
     if not folder.is_dir() or is_tables(folder): return
     key = lambda file: (file.stat().st_dev, file.stat().st_ino) # through links too
     read = {key(file) for file in files_below(folder)
             if not any(part.startswith(".") for part in file.relative_to(folder).parts)}
-    for source in find_sources(pairs).values():
-        place = Path(source)
-        if any(key(file) in read for file in (files_below(place) if place.is_dir() else [place]*place.is_file())):
-            raise ValueError(f"pairs={pairs} lies in documents={documents}, whose tables are read as documents too; "
-                             "move it out of that folder")
+    places = [Path(source) for source in find_sources(pairs).values()]
+    tables = {key(file) for place in places for file in (files_below(place) if place.is_dir() else [place])
+              if file.is_file()}
+    if tables & read and read - tables: # pairs may be all the documents there are
+        raise ValueError(f"pairs={pairs} lies in documents={documents}, whose tables are read as documents too; move "
+                         "the pairs out of that folder")
 
 def question_set(documents: str, # a folder of texts, a table, or hf:org/name
                  pairs: str,     # a table of queries and what answers them, as `anchor-nb adapt` takes it

@@ -64,14 +64,17 @@ class Top:
 
     def add(self, scores: torch.Tensor, first: int): # [queries, rows], of the documents from number `first` on
         "Take a block of scores into account; of equal ones the earliest stay, in the order of the corpus."
+        if not scores.shape[1]: return
         both = torch.cat([self.scores, scores], 1)
-        best, at = both.topk(self.k)
-        least = best[:, -1:]
-        if len(tied := ((both == least).sum(1) > (best == least).sum(1)).nonzero()[:, 0]): # topk took any of them
-            values, places = both[tied].sort(dim=1, descending=True, stable=True)
-            best[tied], at[tied] = values[:, :self.k], places[:, :self.k]
-        at, order = at.sort(dim=1)
-        self.scores, order = best.gather(1, order).sort(dim=1, descending=True, stable=True)
+        best, at = both.topk(self.k + 1)
+        tied, at = (best[:, -1] == best[:, -2]).nonzero()[:, 0], at[:, :self.k] # in which topk took any of several
+        if len(tied):
+            rows, least = both[tied], best[tied, -2][:, None]
+            equal, above = rows == least, ~(rows <= least) # NaN too
+            keep = above | equal & (equal.cumsum(1) <= self.k - above.sum(1, keepdim=True))
+            at[tied] = keep.nonzero()[:, 1].view(-1, self.k)
+        at = at.sort(dim=1)[0]
+        self.scores, order = both.gather(1, at).sort(dim=1, descending=True, stable=True)
         at = at.gather(1, order)
         self.numbers = torch.where(at < self.k, self.numbers.gather(1, at.clamp(max=self.k - 1)), first + at - self.k)
 
@@ -226,10 +229,15 @@ def with_words(index, # `Index`
 # %% ../../nbs/inference/02_search.ipynb #94b3ebc2
 class Checked(np.memmap):
     "Vectors of a file that `save` wrote: finite, of length 1, and too many to be read again for that."
+    whole = False # a part of it, or what is computed from it, is as any other array
+
+    def __array_finalize__(self, parent):
+        super().__array_finalize__(parent)
+        self.whole = False
 
 def as_units(vectors): # -> the same, or an array
     "Vectors of length 1, whose inner products are cosines; those that have it as they are."
-    if isinstance(vectors, Checked): return vectors
+    if getattr(vectors, "whole", False): return vectors
     rows = as_matrix(vectors)
     return vectors if ((rows.norm(dim=1) - 1).abs() < 1e-3).all() else F.normalize(rows.float(), dim=1).cpu().numpy()
 
@@ -254,7 +262,7 @@ def check_given(vectors, ids: list, texts: list):
     if not (rows := as_matrix(vectors)).is_floating_point():
         raise ValueError(f"vectors are {str(rows.dtype).removeprefix('torch.')}; search takes floating point, so "
                          "encode with precision=float32")
-    if isinstance(vectors, Checked): return
+    if getattr(vectors, "whole", False): return
     check_finite(vectors, lambda row: f"the vector of document {ids[row]!r}, {texts[row][:60]!r},")
 
 # %% ../../nbs/inference/02_search.ipynb #60416b77
@@ -429,6 +437,7 @@ def read_index(cls, embedder: AnchorEmbedder, folder: Path): # as for `Index.loa
     refuse_other(folder, facts["embedder"], identity(embedder))
     with open(folder/"documents.jsonl", encoding="utf-8") as lines: rows = [json.loads(line) for line in lines]
     vectors = np.load(folder/"vectors.npy", mmap_mode="c").view(Checked)
+    vectors.whole = True
     index = cls(embedder, [row["text"] for row in rows], vectors, facts["truncate_dim"])
     index.ids = [row["_id"] for row in rows]
     return index
@@ -589,6 +598,7 @@ def search_corpus(model: str,            # run folder, model folder, adapter fol
         raise ValueError(f"k={k}; ask for 1 or more")
     check_corpus(corpus, model)
     check_places(corpus, keep, texts, columns=columns, truncate_dim=truncate_dim)
+    if keep: keep_apart(keep, model=find_model(model))
     bm25 = bm25_weight(model) if bm25 is None else bm25
     check_weight(bm25, k)
     index = open_index(AnchorEmbedder.from_pretrained(model, **how), corpus, keep, texts, truncate_dim,

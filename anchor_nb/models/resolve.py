@@ -241,9 +241,11 @@ def base_of(model: str) -> str: # model: folder or hub id; -> folder, hub id or 
     if not config.is_file(): return ""
     if not (base := stored_facts(folder).get("base")):
         try: base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{config} does not name the adapter's base model ({error}); copy it again") from None
-    elif base in spellings() and Path(base).is_dir(): return short_model(base) # what we record is never a relative path
+        except (ValueError, KeyError, TypeError): base = None
+        if not isinstance(base, str):
+            raise ValueError(f"{config} does not name the adapter's base model; copy it again")
+    elif (short := spellings().get(base.lower())) and Path(base).is_dir(): # we record no relative path of a folder
+        return short_model(short)
     if Path(base).is_dir() and Path(base).resolve() == Path(folder).resolve():
         raise ValueError(f"{folder} is an adapter of itself; move its adapter files into a folder of their own")
     return base

@@ -672,7 +672,7 @@ def checked(recipe: Adapt) -> Adapt:
     if recipe.pairs and ":" not in recipe.pairs and not Path(recipe.pairs).exists(): # no hf:, address or split
         raise FileNotFoundError(f"pairs={recipe.pairs!r} is neither a table nor a folder; name one, or leave pairs out")
     if recipe.pairs: check_outside(recipe.pairs, recipe.documents)
-    for name in {MINER, *bases_of(recipe)[0]} & BUILT_MODELS.keys():
+    for name in {MINER, *bases_of(recipe)[0], *[recipe.generator]*(not recipe.pairs)} & BUILT_MODELS.keys():
         if Path(name).is_dir():
             raise ValueError(f"the folder {name} here hides the model of that name, which adapt needs; rename it, or "
                              "run the command elsewhere")

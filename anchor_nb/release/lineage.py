@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 from ..data.corpora import CORPORA
 from ..models.loading import json_or_empty
-from ..models.resolve import MODELS
-from ..runs.identity import model_content, same_content
+from ..models.resolve import MODELS, find_model
+from ..runs.identity import content_at, model_content, same_content
 from ..runs.manifest import read_manifest
 
 # %% ../../nbs/release/02_lineage.ipynb #1e37159c
@@ -60,10 +60,20 @@ def is_still(place: Path, run: Run) -> bool: # place: of the model that the run 
     except FileNotFoundError: return True
     return not content or not here or same_content("model", str(place), here, content)
 
+def of_part(part: dict, model) -> list: # part: of `merged_parts`; -> of `Run`
+    "The runs behind a part of a merged model; none where the part has been replaced since."
+    for place in candidates(part["model"], Path(model)):
+        if not (trail := lineage(place)): continue
+        try: here = content_at(find_model(str(place)))
+        except FileNotFoundError: here = "" # its weights are gone
+        if not here or part.get("content", here) == here: return trail
+        warnings.warn(f"{place} is not the model that was merged into {model} any more, and is left out")
+    return []
+
 def lineage(model) -> list: # of `Run`, the earliest first; empty for a model without a manifest
     "The training runs behind a model."
     if parts := merged_parts(model):
-        trails = [next(filter(None, map(lineage, candidates(part["model"], Path(model)))), []) for part in parts]
+        trails = [of_part(part, model) for part in parts]
         return list({run.folder.resolve(): run for run in chain.from_iterable(trails)}.values())
     runs, folder = [], run_folder(model)
     while folder and folder not in [run.folder for run in runs]:

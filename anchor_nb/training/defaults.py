@@ -131,5 +131,7 @@ def decide(recipe: Training,
     if "epochs" in limits and not (recipe.max_length or getattr(recipe, "few_shot", 0)):
         lengths = lengths_at(limits["max_length"])
     values = values_from(limits, replace(recipe, **dict(steps=recipe.steps or steps) | recorded), sizes, lengths)
+    if recorded and recipe.warmup_steps == -1 and values["steps"] == begun["steps"]: # another preset may decide here
+        values["warmup_steps"] = begun["warmup_steps"]
     decided = replace(recipe, preset=name, epochs=0.0, **values)
     return decided, f"preset {name} ({why}): {in_words(decided, sum(sizes), lengths)}"

@@ -118,8 +118,9 @@ def check_instructions(inputs): # `Inputs`
     bare = []
     for name, rows in inputs.looked.items():
         written, usual = values_in(rows, "instruction"), inputs.instructions.get(name)
-        longest = max((*(usual or ()), *written, *values_in(rows, "document_instruction")), key=len, default="")
-        inputs.formatter(["text"], longest)
+        given = (*(usual or ()), *written, *values_in(rows, "document_instruction"))
+        for size in (len, lambda text: len(text.encode("utf-8", "surrogatepass"))): # in tokens, nearly
+            inputs.formatter(["text"], max(given, key=size, default=""))
         if usual is None and "" in written: bare.append(name)
     ours = inputs.recipe.instructions in ("paper", "corpora")
     if bare and not (ours and len(bare) == len(inputs.drawn)): # other texts altogether
@@ -168,10 +169,10 @@ def measured_pairs(inputs, whole: dict, kept: dict) -> tuple: # (list of `Exampl
     recipe = inputs.recipe
     count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
     if not count: return [], True
-    rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count)
+    rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count, inputs.own)
     # a handful that is left over must not judge the whole run
     fresh = sum(map(len, rows.values())) >= (2 if kept else min(count, GROUP))
-    tables = whole if kept and fresh else inputs.tables
+    tables = whole if kept and fresh else inputs.own
     if not fresh: rows = undrawn(inputs.batches, 0, inputs.drawn, count)
     pairs = [example for name in inputs.drawn
              for example in examples(tables[name], Batch(name, rows[name], 0), inputs.instructions)]
@@ -192,6 +193,7 @@ class Inputs(Resolved):
         self.data = {name: dict(sha256=hashes[name], rows=len(whole[name])) for name in sources} # for the manifest
         self.drawn = [name for name in whole if recipe.ratios.get(name, 1) > 0] # the datasets that are used
         self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed) # name -> rows
+        self.own = dict(self.tables) # on which the control is measured too
         if getattr(recipe, "pairing", "own") == "strangers":
             self.tables |= {name: strangers(self.tables[name], recipe.seed) for name in self.drawn}
         self.looked = looked_through({name: self.tables[name] for name in self.drawn})

@@ -10,6 +10,7 @@ import matplotlib
 import papermill
 import pytest
 import torch
+import transformers
 from matplotlib import pyplot
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
@@ -46,12 +47,14 @@ WAYS = dict(stage1=["padded"], stage2=["sentence-transformers", "sentence-transf
 @pytest.mark.parametrize("name", QUICK)
 def test_a_notebook_runs_and_keeps_a_row_for_each_way(name, tmp_path, monkeypatch):
     monkeypatch.chdir(NOTEBOOKS)
+    pyplot.switch_backend("agg")
     space = dict(__name__="__main__")
     with matplotlib.rc_context():
         for cell in json.loads((NOTEBOOKS/f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "code": exec("".join(cell["source"]), space)
             if "parameters" in cell["metadata"].get("tags", []): space |= QUICK[name] | dict(results=str(tmp_path))
     pyplot.close("all")
+    transformers.utils.logging.enable_progress_bar() # which a notebook has turned off
     rows = read_rows(tmp_path/f"{name}.jsonl")
     assert {row["way"] for row in rows} == ({OURS, *WAYS[name]} if name in CASES else {"streaming", "extract all"})
     for row in rows:

@@ -104,6 +104,9 @@ def test_a_sheet_may_begin_with_empty_rows(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="line 2: two columns are named 'a'"): list(tables.sheet_rows("a.xlsx"))
     more = {"2024": pandas.DataFrame(cells)}
     with pytest.raises(ValueError, match="rows in 2 sheets .one, 2024."): list(tables.sheet_rows("a.xlsx"))
+    more, cells = {}, [["query", "positive"], ["a", float("nan")]] # pandas, of #N/A
+    with pytest.raises(ValueError, match="row 2: a cell holds an error such as #N/A"):
+        list(tables.sheet_rows("a.xlsx"))
 
 
 COLUMNS = dict(query="frage", positive="antwort")

@@ -74,7 +74,7 @@ def test_wrong_arms_are_refused_before_anything_runs(tmp_path, said, message):
 
 def test_a_setting_that_an_arm_has_itself_is_not_given_for_all(tmp_path):
     said = write(tmp_path/"s.yaml", base=SMALL, arms={"a": {"stage2.temperature": 0.1}, "b": {}})
-    with pytest.raises(ValueError, match="-p stage2.temperature: arm a sets it itself"):
+    with pytest.raises(ValueError, match="-p stage2.temperature: arm a sets it too"):
         sweeps.run_sweep(said, tmp_path/"root", dry_run=True, given={"stage2.temperature": 0.5})
 
 

@@ -441,6 +441,13 @@ def test_the_plan_checks_what_the_run_would_refuse(tmp_path, quick):
     refused(lambda: outlook(recipe(tmp_path, pairs=str(tmp_path/"pairs.csv"))), "pairs=", "is neither a table")
 
 
+def test_a_folder_does_not_hide_a_model_that_adapt_needs(tmp_path, quick, monkeypatch):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/"minilm").mkdir()
+    refused(lambda: outlook(recipe(tmp_path)), "the folder minilm here hides the model of that name")
+
+
 def test_a_plan_caps_titles_as_the_run_does(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(module, "ask", lambda *_: pytest.fail("a model was asked"))
     (tmp_path/"docs").mkdir()
