@@ -3453,6 +3453,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'anchor_nb/release/merging.py'),
                                            'anchor_nb.release.merging.check_merge': ( 'release/merging.html#check_merge',
                                                                                       'anchor_nb/release/merging.py'),
+                                           'anchor_nb.release.merging.check_modules': ( 'release/merging.html#check_modules',
+                                                                                        'anchor_nb/release/merging.py'),
                                            'anchor_nb.release.merging.check_patterns': ( 'release/merging.html#check_patterns',
                                                                                          'anchor_nb/release/merging.py'),
                                            'anchor_nb.release.merging.check_policy': ( 'release/merging.html#check_policy',

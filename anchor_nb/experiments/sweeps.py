@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -473,6 +474,11 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
         if taken := list(given.keys() & arm.overrides.keys()):
             raise ValueError(f"-p {taken[0]}: arm {arm.label} sets it too, and that would win; change it there")
     nodes, arms = plan_sweep(sweep, root)
+    for name in ("max_length", "instructions", "queries", "documents", "seed"):
+        values = {str(node.parameters[name]) for node in nodes.values() if node.stage == "evaluate"}
+        if len(values) > 1:
+            warnings.warn(f"arms differ in evaluate.{name} ({', '.join(sorted(values))}), and a table shows the scores "
+                          f"of one alone; set evaluate.{name} in base")
     made = [Path(node.parameters["out"]) for node in nodes.values()]
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
     for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, made)

@@ -138,8 +138,18 @@ def use_of(folder: Path) -> dict: # by dotted name; {} where nothing is on recor
     layout = {f"layout.{key}": value for key, value in asdict(Layout(**facts["layout"])).items() if key != "max_length"}
     return layout | usual | {key: facts[key] for key in usual if facts.get(key) is not None}
 
+def check_modules(folder: Path):
+    "ValueError for layers beside the backbone, as sentence-transformers has them, which would not be merged."
+    for module in json_or_empty(folder/"modules.json") or []:
+        place = folder/module["path"]
+        if place != folder and not module["type"].endswith("Transformer") and [*place.glob("*.safetensors"),
+                                                                               *place.glob("*.bin")]:
+            raise ValueError(f"{place} holds weights of its own ({module['type']}), which cannot be merged; merge "
+                             "models without it")
+
 def check_use(folders: list):
     "ValueError where two models have different architectures or compute embeddings differently."
+    for folder in folders: check_modules(folder)
     configs = [(folder, json_or_empty(folder/"config.json")) for folder in folders if (folder/"config.json").is_file()]
     check_alike([(folder, architecture(config)) for folder, config in configs], "config.json: ",
                 "merge models that were trained from the same base in the same way")

@@ -39,8 +39,11 @@ def check_use(resolved):
     if not how.bidirectional and not is_causal(resolved.config):
         raise ValueError(f"{name} was trained with bidirectional attention; set bidirectional=true")
     for objective in filter(is_own, getattr(how, "objectives", ())): own_objective(objective, how, resolved.formatter)
-    if (before := stored_facts(small_files(resolved.model)).get("pooling", how.pooling)) != how.pooling:
+    facts, join = stored_facts(small_files(resolved.model)), resolved.formatter.layout.instruction_format
+    if (before := facts.get("pooling", how.pooling)) != how.pooling:
         warnings.warn(f"{name} was trained with pooling={before}, and this run takes pooling={how.pooling}")
+    if (before := facts.get("layout", {}).get("instruction_format", join)) != join:
+        warnings.warn(f"{name} was trained with instruction_format={before!r}, and this run takes {join!r}")
 
 # %% ../../nbs/training/08_inputs.ipynb #f20bf2e3
 class Resolved:

@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import torch
 from ..data.prompts import Formatter, with_shots
-from ..data.rows import Batches, examples, generator
+from ..data.rows import Batches, examples, generator, keys_of
 from ..models.packing import cut_by_tokens
 from ..models.backbone import is_checkpointed
 from ..core.distributed import all_reduce, world
@@ -105,7 +105,10 @@ def draw_shots(table,        # datasets.Dataset of the batch's dataset
     "The few-shot examples for the queries of a step."
     draw, taken = generator("shots", *key), set(batch.rows.tolist())
     count = int(draw.integers(most + 1))
-    rows = [row for row in dict.fromkeys(draw.integers(len(table), size=8*count).tolist()) if row not in taken][:count]
+    rows = [row for row in dict.fromkeys(draw.integers(len(table), size=8*count).tolist()) if row not in taken]
+    if rows: # an example may not show an answer of this batch, nor ask its question
+        texts = set().union(*keys_of(table, batch.rows))
+        rows = [row for row, keys in zip(rows, keys_of(table, rows)) if not keys & texts][:count]
     return examples(table, batch._replace(rows=np.array(rows)), instructions) if rows else []
 
 # %% ../../nbs/training/04_steps.ipynb #c8405251
