@@ -333,16 +333,14 @@ def load_instructions(source: str, # paper, none, a YAML file of name: instructi
 # %% ../../nbs/data/04_prompts.ipynb #77ecdb56
 RESPONSE = "{query}\n<response>{positive}\n\n" # the form of bge-en-icl
 
-def tokens_of(formatter: Formatter, text: str): # -> a `tokenizers.Encoding` of the whole text
-    "A text as the formatter reads it: special tokens that it spells out are ordinary characters."
-    reader = copy.deepcopy(formatter.reader)
-    reader.no_truncation()
-    reader.encode_special_tokens = True # which a copy forgets
-    return reader.encode(text, add_special_tokens=False)
+def offsets_of(formatter: Formatter, text: str) -> list: # where each token begins and ends
+    "The tokens of a text as the formatter reads it: special tokens that it spells out are ordinary characters."
+    return formatter.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                               split_special_tokens=True, verbose=False)["offset_mapping"]
 
 def cut(formatter: Formatter, text: str, tokens: int) -> str:
     "The beginning of a text, up to a number of tokens."
-    offsets = tokens_of(formatter, text).offsets
+    offsets = offsets_of(formatter, text)
     if len(offsets) <= tokens: return text
     return text[:offsets[tokens - 1][1]] if tokens > 0 else ""
 
@@ -353,7 +351,7 @@ def solved(formatter: Formatter,
           ) -> str:                # empty where there is no room for both texts
     "One solved example as text."
     instruction, query, positive = shot
-    count = lambda text: len(tokens_of(formatter, text))
+    count = lambda text: len(offsets_of(formatter, text))
     fixed = RESPONSE.format(query=formatter.join("", instruction)[0], positive="")
     left = tokens - count(fixed) - 2 # each joint may take one more token
     if left < 2: return ""

@@ -503,7 +503,7 @@ def unlike(table, rows, drawn) -> list:
     "Of `rows` those that share no text with a row that is drawn."
     mine, met = list(keys_of(table, rows)), set()
     wanted = set().union(*mine)
-    for keys in keys_of(table, drawn): met |= keys & wanted
+    for keys in keys_of(table, drawn if wanted else []): met |= keys & wanted
     return [row for row, keys in zip(rows, mine) if not keys & met]
 
 def undrawn(batches: Batches, steps: int, names: list, count: int,
