@@ -420,9 +420,9 @@ def licence_line(card: CardContent) -> str:
 def write_card(card: CardContent) -> str:
     "The card as Markdown, without secrets."
     from huggingface_hub import ModelCard
-    own = [row for row in card.rows if (row["label"], row["step"]) == (card.label, card.step)]
-    ways = {(row.get("tokens") or row.get("max_length"), row.get("instructions")) for row in own}
-    row = own[0] if len(ways) == 1 else {} # what is not the same for all scores is not said of them
+    scored = [row for row in card.rows if (row["label"], row["step"]) == (card.label, card.step)]
+    ways = {(row.get("tokens") or row.get("max_length"), row.get("instructions")) for row in scored}
+    row = scored[0] if len(ways) == 1 else {} # what is not the same for all scores is not said of them
     carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in card.runs]
     stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}", says,
                departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(card.runs, carried)]
