@@ -148,22 +148,25 @@ def beside_paper(card: CardContent) -> str:
             f"{markdown_table(header, lines)}")
 
 # %% ../../nbs/release/04_card.ipynb #11415286
-def hub_data(tasks: list) -> dict: # task -> its data set's id on the hub
-    "The hub data sets behind tasks, for tasks that mteb knows."
+def hub_data(tasks: dict) -> dict: # task -> revision of its data; -> task -> its data set's id on the hub
+    "The hub data sets of mteb's tasks, where its own data or a local copy of them was scored."
     from mteb.get_tasks import TASK_LIST
-    paths = {cls.metadata.name: cls.metadata.dataset["path"] for cls in TASK_LIST if cls.metadata.name in tasks}
-    return {task: path for task, path in paths.items() if path.count("/") == 1} # a mean over tasks has none
+    theirs = {cls.metadata.name: cls.metadata.dataset for cls in TASK_LIST if cls.metadata.name in tasks}
+    same = lambda task, data: tasks[task] == str(data.get("revision")) or tasks[task].startswith("local-")
+    return {task: data["path"] for task, data in theirs.items()
+            if data["path"].count("/") == 1 and same(task, data)} # a mean over tasks has no data set
 
 def eval_results(card: CardContent) -> list: # of huggingface_hub.EvalResult, in per cent
     "The main scores in the form that the hub reads."
     from huggingface_hub import EvalResult
     facts = {row["task"]: row for row in card.rows if row["label"] == card.label}
-    known, results = hub_data(list(facts)) if facts else {}, []
+    revisions = {task: row["data"].partition(";")[0] for task, row in facts.items()}
+    known, results = hub_data(revisions) if facts else {}, []
     for task, (value, _) in main_scores(card, card.label, card.step).items():
-        revision = facts[task]["data"].partition(";")[0] or None
         results.append(EvalResult(task_type=facts[task]["type"], dataset_type=known.get(task, task),
-                                  dataset_name=f"MTEB {task}" if task in known else task, dataset_revision=revision,
-                                  metric_type=facts[task]["metric"], metric_value=round(100*value, 2)))
+                                  dataset_name=f"MTEB {task}" if task in known else task,
+                                  dataset_revision=revisions[task] or None, metric_type=facts[task]["metric"],
+                                  metric_value=round(100*value, 2)))
     return results
 
 # %% ../../nbs/release/04_card.ipynb #4d4cf403
