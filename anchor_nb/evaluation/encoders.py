@@ -107,7 +107,7 @@ def yardstick_of(candidate: Candidate) -> str: # its label; empty: none
     "The yardstick that a candidate is, whatever it is called."
     if candidate.library == "bm25": return "bm25"
     name = short_name(candidate.source)
-    other = candidate.adapter or candidate.truncate_dim or candidate.bm25
+    other = given(candidate, "adapter", "truncate_dim", "bm25", "pooling", "template", "bidirectional", "precision")
     return name if name in YARDSTICKS and not other else ""
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #795beb7d
