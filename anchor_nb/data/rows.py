@@ -499,15 +499,15 @@ def kept_out(tables: dict, names: list, count: int,
         rest[name] = tables[name].select(left)
     return rest, kept
 
-def unlike(table, rows, drawn) -> list:
+def unlike(table, rows, trained, drawn) -> list: # drawn: rows of the table `trained`
     "Of `rows` those that share no text with a row that is drawn."
     mine, met = list(keys_of(table, rows)), set()
     wanted = set().union(*mine)
-    for keys in keys_of(table, drawn if wanted else []): met |= keys & wanted
+    for keys in keys_of(trained, drawn if wanted else []): met |= keys & wanted
     return [row for row, keys in zip(rows, mine) if not keys & met]
 
 def undrawn(batches: Batches, steps: int, names: list, count: int,
-            tables: dict = {}) -> dict: # name -> [rows]; tables: whose texts are compared too
+            tables: dict = {}, trained: dict = {}) -> dict: # name -> [rows]; the texts of both are compared too
     "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
     spans = {name: looked_at(batches, name, count) for name in names}
     used = {name: np.zeros(last - first, bool) for name, (first, last) in spans.items()}
@@ -520,6 +520,6 @@ def undrawn(batches: Batches, steps: int, names: list, count: int,
     def pick(name):
         left = generator("carry", batches.seed, name).permutation(np.flatnonzero(~used[name]))
         if name in tables and name not in batches.groups: # of which all rows are at hand
-            left = unlike(tables[name], left[:4*share], np.flatnonzero(used[name]))
+            left = unlike(tables[name], left[:64*share], trained[name], np.flatnonzero(used[name]))
         return np.sort(left[:share]).astype(int) + spans[name][0]
     return {name: pick(name) for name in names}

@@ -197,7 +197,8 @@ def csv_records(path) -> Iterator: # of (number of its first line, cells, the de
             wrong = next((words for text, words in BROKEN.items() if text in str(error)), str(error))
             raise ValueError(f"{path}, line {line}: {wrong}; {fix}") from None
         if cells is None: return
-        if delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
+        lines_of = "\t".join(cells).rstrip("\n").split("\n") # a cell of code has other numbers of tabs
+        if tabs and len(lines_of) > 1 and all(part.count("\t") == tabs for part in lines_of):
             raise ValueError(f"{path}, line {line}: a quote opens a text that goes on over several rows; {fix}")
         if any(cell.strip() for cell in cells): yield line, cells, delimiter
 

@@ -220,12 +220,19 @@ def number_type(devices: list = ()) -> str:
     return "bfloat16" if gpu and has_bf16() else "float32"
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #274a3c78
+def is_ours(candidate: Candidate) -> bool:
+    "Whether a checkpoint is one of this package, or an export of one."
+    return (small_files(find_model(candidate.source))/LAYOUT_FILE).is_file()
+
 def system(candidate: Candidate, devices: list = ()) -> dict: # plain values
     "What identifies a model and the way it computes, whatever is asked of it."
     parts = dict(weights=weights_of(candidate.source), library=candidate.library, pooling=candidate.pooling,
                  template=candidate.template, engine=engine_of("evaluate"),
                  dtype=number_type(devices) if candidate.library == "anchor_nb" else "float32")
     parts |= given(candidate, *OURS[1:], "truncate_dim", "bm25") | similarity_of(candidate)
+    folder = small_files(find_model(candidate.source))
+    if is_ours(candidate) and json_or_empty(folder/"config_sentence_transformers.json").get("prompts"):
+        parts["prompts"] = "of queries" # until 29 November 2026 documents could have them too
     return parts | (dict(adapter=weights_of(candidate.adapter)) if candidate.adapter else {})
 
 def digest(parts: dict) -> str: # 16 hexadecimal digits
@@ -352,7 +359,7 @@ def load_anchor(candidate: Candidate, max_length: int, micro_tokens: int, device
                                               **given(candidate, *OURS[1:]))
     model = Replicas(embedder, devices) if len(devices) > 1 else embedder
     joins = embedder.formatter.layout.instruction_format != WHOLE_BEGINNING
-    ours = (small_files(find_model(candidate.source))/LAYOUT_FILE).is_file()
+    ours = is_ours(candidate)
     def embed(texts, instruction, task, side):
         prompt = usual_prompt(embedder.prompts, task, side, ours) # of this task or its type
         if prompt in ("query", "document"): prompt = ""
@@ -375,7 +382,7 @@ def load_sentence_transformer(candidate: Candidate, max_length: int, micro_token
                          "are supported here")
     how = dict(normalize_embeddings=measure == "cosine", show_progress_bar=False, **given(candidate, "truncate_dim"),
                device=devices if len(devices) > 1 else None)
-    ours = (small_files(find_model(candidate.source))/LAYOUT_FILE).is_file()
+    ours = is_ours(candidate)
     def embed(texts, instruction, task, side):
         name, prompt = usual_prompt(model.prompts, task, side, ours), {}
         if candidate.template and instruction: prompt = dict(prompt=candidate.template.format(instruction=instruction))

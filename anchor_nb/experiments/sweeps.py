@@ -232,6 +232,14 @@ def state_before(node: Node) -> str: # done or waiting
     if node.stage != "evaluate": return "done"
     return "waiting" if read_json(Path(node.parameters["out"])/"summary.json").get("not_scored") else "done"
 
+def states_before(nodes: dict) -> dict: # name -> state; nodes: each after those it needs
+    "The states before a sweep runs; what stands on a node that is made anew is looked at again."
+    state = {}
+    for name, node in nodes.items():
+        anew = any(state[need] == "waiting" for need in node.needs)
+        state[name] = "waiting" if anew else state_before(node)
+    return state
+
 def same_data(recorded: dict, data: str) -> bool: # recorded: of a manifest
     "Whether a run was trained on what `data` holds now; what is gone, or elsewhere, is not asked."
     try: sources = find_sources(data)
@@ -425,9 +433,7 @@ def reasons(state: dict, root: Path) -> dict: # name -> text
 # %% ../../nbs/experiments/07_sweeps.ipynb #b786860b
 def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # name -> state
     "Run what can be run, in order, and show it."
-    state = {name: state_before(node) for name, node in nodes.items()}
-    for name, node in nodes.items(): # what stands on a node that is made anew is looked at again
-        if any(state[need] == "waiting" for need in node.needs): state[name] = "waiting"
+    state = states_before(nodes)
     screen, gathered = Screen(), set()
     while True:
         state.update({name: "running" for name in runner.running if name in state})
@@ -483,7 +489,7 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
     if slurm is not None and not dry_run: check_slurm(slurm, nodes, root/"jobs")
     for node in () if dry_run else nodes.values(): check_ahead(node.stage, node.parameters, made)
     if dry_run:
-        state = {name: state_before(node) for name, node in nodes.items()}
+        state = states_before(nodes)
         print(table(arms, nodes, state), *(f"{node.name}: {node.stage}" for node in nodes.values()), sep="\n")
     else:
         with locked(root, "sweep"):

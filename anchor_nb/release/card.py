@@ -426,7 +426,7 @@ def write_card(card: CardContent) -> str:
     scored = [row for row in card.rows if (row["label"], row["step"]) == (card.label, card.step)]
     ways = {(row.get("tokens") or row.get("max_length"), row.get("instructions")) for row in scored}
     row = scored[0] if len(ways) == 1 else {} # what is not the same for all scores is not said of them
-    carried = [summed_up(row) if (row := run.manifest.get("carried")) else "" for run in card.runs]
+    carried = [summed_up(facts) if (facts := run.manifest.get("carried")) else "" for run in card.runs]
     stages = [(f"{STAGES[run.manifest['stage']]}, {objective(run.manifest)}", says,
                departures(run.manifest, run.folder.resolve().parent)) for run, says in zip(card.runs, carried)]
     unscored = CHANGED.format(options=card.options) if card.options and card.rows else UNSCORED

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 from ..data.corpora import CORPORA
 from ..models.loading import json_or_empty
-from ..models.resolve import MODELS, find_model
+from ..data.tables import content_hash
+from ..models.resolve import BESIDE, MODELS, find_model
 from ..runs.identity import content_at, model_content, same_content
 from ..runs.manifest import read_manifest
 
@@ -64,9 +65,10 @@ def of_part(part: dict, model) -> list: # part: of `merged_parts`; -> of `Run`
     "The runs behind a part of a merged model; none where the part has been replaced since."
     for place in candidates(part["model"], Path(model)):
         if not (trail := lineage(place)): continue
-        try: here = content_at(find_model(str(place)))
-        except FileNotFoundError: here = "" # its weights are gone
-        if not here or part.get("content", here) == here: return trail
+        try: model_here = find_model(str(place))
+        except FileNotFoundError: return trail # its weights are gone
+        here = [content_at(model_here), content_hash(model_here, BESIDE)] # a card or an export may have come since
+        if part.get("content", here[0]) in here: return trail
         warnings.warn(f"{place} is not the model that was merged into {model} any more, and is left out")
     return []
 

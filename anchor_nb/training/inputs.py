@@ -25,7 +25,7 @@ from ..losses.distillation import check_scale
 from ..losses.objectives import is_own, own_objective
 from ..models.attention import choose_attention, is_causal
 from ..models.backbone import check_causal
-from ..models.loading import small_files, training_formatter
+from ..models.loading import WHOLE_BEGINNING, small_files, training_formatter
 from ..models.resolve import at_commit, start_of
 from ..runs.checkpoints import check_apart, check_data, checkpoints
 from ..runs.launch import usable_gpus
@@ -34,7 +34,7 @@ from .defaults import begun_with, decide, pair_lengths
 
 # %% ../../nbs/training/08_inputs.ipynb #8695a02f
 def check_use(resolved):
-    "ValueError if a model cannot be trained this way; a warning if it was trained with another pooling."
+    "ValueError if a model cannot be trained this way; a warning for another pooling or form of instructions."
     how, name = resolved.recipe, resolved.name
     if not how.bidirectional and not is_causal(resolved.config):
         raise ValueError(f"{name} was trained with bidirectional attention; set bidirectional=true")
@@ -42,7 +42,8 @@ def check_use(resolved):
     facts, join = stored_facts(small_files(resolved.model)), resolved.formatter.layout.instruction_format
     if (before := facts.get("pooling", how.pooling)) != how.pooling:
         warnings.warn(f"{name} was trained with pooling={before}, and this run takes pooling={how.pooling}")
-    if (before := facts.get("layout", {}).get("instruction_format", join)) != join:
+    asked = facts.get("recipe", {}).get("instructions") != "none" # or that form was never used
+    if asked and (before := facts.get("layout", {}).get("instruction_format", join)) not in (join, WHOLE_BEGINNING):
         warnings.warn(f"{name} was trained with instruction_format={before!r}, and this run takes {join!r}")
 
 # %% ../../nbs/training/08_inputs.ipynb #f20bf2e3
@@ -172,7 +173,8 @@ def measured_pairs(inputs, whole: dict, kept: dict) -> tuple: # (list of `Exampl
     recipe = inputs.recipe
     count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
     if not count: return [], True
-    rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count, inputs.own)
+    rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count, inputs.own,
+                           inputs.tables)
     # a handful that is left over must not judge the whole run
     fresh = sum(map(len, rows.values())) >= (2 if kept else min(count, GROUP))
     tables = whole if kept and fresh else inputs.own
@@ -205,8 +207,8 @@ class Inputs(Resolved):
         check_rows(self)
         self.measured = measured_pairs(self, whole, kept) if self.stage == "stage1" else ([], True)
         if getattr(recipe, "until_carried", 0) and not self.measured[1]:
-            raise ValueError("until_carried would stop on pairs that are trained on, since the run draws all of them; "
-                             "set held_out=64, or fewer steps")
+            raise ValueError("until_carried would stop on pairs that are trained on, since the run draws all of them, "
+                             "or their texts in other pairs; set held_out=64, or fewer steps")
 
     def apply_preset(self):
         "Settle what the preset decides, and which rows each step draws."
@@ -269,7 +271,8 @@ def changes_of(before: dict, record: Record) -> str: # empty: the same run
     kinds = {f.name: f.metadata["reads"] for f in fields(RECIPES[record.stage])}
     if changed := [name for name, content in record.inputs.items() if not same_content(
             kinds.get(name, ""), record.recipe.get(name, ""), content, before.get("inputs", {}).get(name))]:
-        return f"was made with another content of {', '.join(changed)}; put the old files back, or choose another out"
+        return (f"was made with another content of {', '.join(changed)}; put the old files back, choose another out, or "
+                "delete it")
     if before.get("engine") != record.engine:
         return ("was made by a version of this package that trains otherwise; choose another out, or resume with that "
                 "version")

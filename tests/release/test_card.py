@@ -83,7 +83,7 @@ def test_the_card_tells_both_stages_data_limits_and_nothing_of_this_machine(runs
     assert text.count("### Stage I, ") == text.count("### Stage II, ") == 1
     assert "| toy | I, II | 268 |" in text and "Apache-2.0" in text and "| credit |" in text
     assert "| `learning_rate` | 0.001 | 4e-05 |" in text and "| `learning_rate` | 0.001 | 0.0002 |" in text
-    assert "confidential" in text and "cut at 48 tokens" in text and "@inproceedings" in text
+    assert "confidential" in text and "Texts were cut at 48 tokens" in text and "@inproceedings" in text
     assert str(runs) not in text and str(Path.home()) not in text and not re.search(r"/(tmp|home|root)/", text)
 
 
