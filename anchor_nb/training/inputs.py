@@ -271,8 +271,8 @@ def changes_of(before: dict, record: Record) -> str: # empty: the same run
     kinds = {f.name: f.metadata["reads"] for f in fields(RECIPES[record.stage])}
     if changed := [name for name, content in record.inputs.items() if not same_content(
             kinds.get(name, ""), record.recipe.get(name, ""), content, before.get("inputs", {}).get(name))]:
-        return (f"was made with another content of {', '.join(changed)}; put the old files back, choose another out, or "
-                "delete it")
+        return (f"was made with another content of {', '.join(changed)}; put the old files back, choose another out, "
+                "or delete it")
     if before.get("engine") != record.engine:
         return ("was made by a version of this package that trains otherwise; choose another out, or resume with that "
                 "version")
