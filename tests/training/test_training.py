@@ -71,7 +71,7 @@ def test_eight_bit_optimizer_states(tmp_path):
     from anchor_nb.training.trainer import train
     settings = recipe(Stage1, tmp_path/"run", steps=10, optimizer="adamw_8bit")
     if not find_spec("bitsandbytes"):
-        with pytest.raises(ValueError, match=r"pip install anchor_nb\[8bit\]"): train(settings)
+        with pytest.raises(ValueError, match=r"pip install .anchor_nb\[8bit\]"): train(settings)
         pytest.skip("bitsandbytes is not installed")
     train(settings)
     found = rows(tmp_path/"run")
