@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['parse_row', 'parsed', 'Stream', 'load_pairs', 'generator', 'permutation', 'Batches', 'Example', 'examples',
-           'strangers', 'keys_of', 'kept_out', 'unlike', 'undrawn']
+           'strangers', 'kept_out', 'undrawn']
 
 # %% ../../nbs/data/02_rows.ipynb #ac7e4b4a
 import difflib, hashlib, json, re, sys, warnings
@@ -465,7 +465,7 @@ def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, l
     end = sum(groups[:number + 1])
     return max(0, end - max(groups[number], 16*count)), end
 
-# %% ../../nbs/data/02_rows.ipynb #3246fff4
+# %% ../../nbs/data/02_rows.ipynb #7393aaa7
 def keys_of(table, rows) -> Iterator: # of sets of texts, for each of these rows
     "A row's query and positives, without case and spacing."
     some = table.select(rows)
@@ -475,6 +475,14 @@ def keys_of(table, rows) -> Iterator: # of sets of texts, for each of these rows
         for query, positives in zip(part["query"], part["positives"]):
             yield {" ".join(text.casefold().split()) for text in (query, *positives)}
 
+def unlike(table, rows, trained, drawn) -> list: # drawn: rows of the table `trained`
+    "Of `rows` those that share no text with a row that is drawn."
+    mine, met = list(keys_of(table, rows)), set()
+    wanted = set().union(*mine)
+    for keys in keys_of(trained, drawn if wanted else []): met |= keys & wanted
+    return [row for row, keys in zip(rows, mine) if not keys & met]
+
+# %% ../../nbs/data/02_rows.ipynb #3246fff4
 def kept_out(tables: dict, names: list, count: int,
              seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
     """Take about `count` pairs out of the datasets in `names`, as many from each, and what shares a text with them.
@@ -498,13 +506,6 @@ def kept_out(tables: dict, names: list, count: int,
                              "text with a pair kept out; keep fewer, or a table of your own, and set held_out=0")
         rest[name] = tables[name].select(left)
     return rest, kept
-
-def unlike(table, rows, trained, drawn) -> list: # drawn: rows of the table `trained`
-    "Of `rows` those that share no text with a row that is drawn."
-    mine, met = list(keys_of(table, rows)), set()
-    wanted = set().union(*mine)
-    for keys in keys_of(trained, drawn if wanted else []): met |= keys & wanted
-    return [row for row, keys in zip(rows, mine) if not keys & met]
 
 def undrawn(batches: Batches, steps: int, names: list, count: int,
             tables: dict = {}, trained: dict = {}) -> dict: # name -> [rows]; the texts of both are compared too
