@@ -38,7 +38,7 @@ from anchor_nb.models.resolve import resolve_model
 from anchor_nb.runs.ledger import append_rows
 from anchor_nb.runs.manifest import now
 from anchor_nb.runs.provenance import code_version, library_versions, machine
-from anchor_nb.training.flops import Shape, checkpointing_share, find_shape
+from anchor_nb.training.flops import Shape, checkpointing_share, find_shape, stage2_flops
 from anchor_nb.training.memory import matrix_rate, shape_of, stage1_flops
 from anchor_nb.training.memory import memory as parts_of
 from anchor_nb.training.steps import ReconstructionStep, Steps
@@ -190,8 +190,11 @@ def keep_tables(folder: Path):
     datasets.config.HF_DATASETS_CACHE = folder
 
 
-def stage2_way(way: str, work: str, mini_batch: int, **settings) -> dict:  # work: folder for its files
-    "Train a few steps of stage II in one way; runs in a process of its own."
+def stage2_way(way: str, work: str, mini_batch: int, rated: bool = False, **settings) -> dict:
+    """Train a few steps of stage II in one way; runs in a process of its own.
+
+    work: folder for its files. rated: also the least operations of a step, beside the rate of matrix products.
+    """
     keep_tables(Path(work)/"cache")
     if way == UNFUSED: adapters.fuse_adapters = lambda model: model
     recipe = Stage2(out=tempfile.mkdtemp(dir=work), negatives=1, mask_false_negatives=False, warmup_steps=0,
@@ -204,10 +207,15 @@ def stage2_way(way: str, work: str, mini_batch: int, **settings) -> dict:  # wor
     trainer.add_callback(clock)
     trainer.train()
     norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
-    return dict(more, seconds=[b - a for a, b in zip(clock.ends, clock.ends[1:])], before_bytes=before,
-                peak_bytes=memory()[1], losses=[float(loss) for loss in losses],
-                gradient_norms=norms, ids=fingerprint(ids), tokens=sum(map(len, ids))/recipe.steps,
-                longest=max(map(len, ids)), examples=recipe.global_batch)
+    seconds, peak = [b - a for a, b in zip(clock.ends, clock.ends[1:])], memory()[1]
+    lengths = [len(text) for text in ids]
+    if rated:
+        least = sum(stage2_flops(find_shape(recipe.model), lengths, recipe.lora_rank).values())/recipe.steps
+        rate = matrix_rate(device_type(), "bfloat16" if wants_autocast(recipe.precision) else "float32")
+        more |= dict(flops_least=least, rate=rate, efficiency=least/(statistics.median(seconds)*rate))
+    return dict(more, seconds=seconds, before_bytes=before, peak_bytes=peak, losses=[float(loss) for loss in losses],
+                gradient_norms=norms, ids=fingerprint(ids), tokens=sum(lengths)/recipe.steps, longest=max(lengths),
+                examples=recipe.global_batch)
 
 
 # ---- encoding: from strings to an array, with tokenizing ----
@@ -216,7 +224,7 @@ WARM = 2000  # texts encoded before the clock starts
 
 
 def encode_way(way: str, texts: list, model: str, max_length: int, micro_tokens: int, precision: str, batch: int,
-               repeats: int, vectors: str) -> dict:  # vectors: file to write
+               repeats: int, vectors: str) -> dict:  # vectors: folder to write them to
     """Encode texts in one way; runs in a process of its own.
 
     A peer's process loads nothing of ours but the formatter: our loader also tells the C library to keep freed memory,
@@ -239,7 +247,7 @@ def encode_way(way: str, texts: list, model: str, max_length: int, micro_tokens:
         encode = lambda texts: encode_padded(trunk, formatter, texts, batch)
     result = {}
     figures = timed(lambda: result.update(vectors=encode(texts)), repeats, lambda: encode(texts[:WARM]))
-    numpy.save(vectors, result["vectors"])
+    numpy.save(f"{vectors}/{way}.npy", result["vectors"])
     ids = ids_of()
     return figures | dict(ids=fingerprint(ids), tokens=sum(map(len, ids)), longest=max(map(len, ids)),
                           examples=len(texts), **more)
@@ -303,12 +311,9 @@ def encode_texts(names: list, rounds: int, tolerance: float, cosine: float = 0, 
     for half precision, where the largest of a million roundings says little.
     """
     with tempfile.TemporaryDirectory() as work:
-        parts = {way: [] for way in names}
-        for turn in range(rounds):
-            for way in names[::-1] if turn % 2 else names:
-                parts[way].append(isolated("bench:encode_way", way=way, vectors=f"{work}/{way}.npy", **settings))
+        measured = in_turns("bench:encode_way", names, rounds, vectors=work, **settings)
         vectors = {way: numpy.load(f"{work}/{way}.npy") for way in names}
-    ways = {way: dict(merged(parts[way]), difference=float(abs(vectors[way] - vectors[OURS]).max())) for way in names}
+    ways = {way: dict(measured[way], difference=float(abs(vectors[way] - vectors[OURS]).max())) for way in names}
     check_same(ways, "ids")
     for way, figures in ways.items():
         cosines, limit = (vectors[way]*vectors[OURS]).sum(1), f"more than {tolerance:.0e}"

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -36,7 +37,7 @@ from anchor_nb.data.rows import Example  # noqa: E402
 from anchor_nb.runs.ledger import append_rows, read_json, read_rows  # noqa: E402
 from anchor_nb.runs.manifest import now  # noqa: E402
 from anchor_nb.runs.provenance import code_version, library_versions, machine  # noqa: E402
-from gpu_page import ST as PEER, TOO_LATE, as_page, begun, case_rows, last_runs, of_machine  # noqa: E402
+from gpu_page import GOALS, ST as PEER, TOO_LATE, as_page, begun, case_rows, last_runs, of_machine  # noqa: E402
 from isolation import OURS, SPENT, OutOfTime, cpu_seconds, isolated, within  # noqa: E402
 
 ROWS = HERE/"results"/"gpu.jsonl"
@@ -45,8 +46,17 @@ ST = "sentence_transformers"
 # ---- a: parity ----
 
 
-def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int, pieces: int,
-               carry: float = 0) -> list:  # of rows
+def as_they_come(function: str, **settings):
+    "The rows that a process of its own writes to the file `rows`; those that it had written when it was stopped, too."
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder)/"rows.jsonl"
+        try: isolated(function, rows=str(rows), **settings)
+        finally:
+            if rows.is_file(): yield from read_rows(rows)
+
+
+def parity_way(rows: str, stage: str, model: str, corpus: str, pairs: int, max_length: int, pieces: int,
+               carry: float = 0):
     """A stage's loss and gradient beside the naive form in fp32; runs in a process of its own.
 
     pieces: tokens of a piece of GradCache (stage II) or of an accumulated step (stage I), which every kernel runs too.
@@ -66,7 +76,8 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
     yardsticks = {"naive, bf16": parity_of(naive_gradient(recipe, examples, "bf16"), reference),
                   "naive, fp32, weights moved by half a bit of bf16":
                       parity_of(naive_gradient(recipe, examples, moved=1), reference)}
-    rows = [dict(case=f"{name}, {what}") | found._asdict() for what, found in yardsticks.items()]
+    keep = lambda row: append_rows(Path(rows), [row])
+    for what, found in yardsticks.items(): keep(dict(case=f"{name}, {what}") | found._asdict())
     unsettled = max(found.gradient_error for found in yardsticks.values()) > UNSETTLED
     for (attention, precision), budget in product(ways_here(), (0, pieces)):
         row = dict(case=f"{name}, {attention}, {precision}" + (", in pieces" if budget else ""),
@@ -76,10 +87,9 @@ def parity_way(stage: str, model: str, corpus: str, pairs: int, max_length: int,
             tried = replace(recipe, attention=attention, precision=precision, micro_tokens=budget)
             found = parity_of(packed_gradient(tried, examples), reference)
             rounding = yardsticks.values() if precision == "bf16" else ()
-            rows.append(row | found._asdict() | dict(holds=found.holds(precision, rounding)))
-        except Exception as error: rows.append(row | dict(holds=False, why=f"{type(error).__name__}: {error}"))
+            keep(row | found._asdict() | dict(holds=found.holds(precision, rounding)))
+        except Exception as error: keep(row | dict(holds=False, why=f"{type(error).__name__}: {error}"))
         gc.collect()  # a wrapped forward is a circle, and would keep the model
-    return rows
 
 
 def attention_alone(attention: str, dtype, packed, heads: tuple, reach: str, sink: float) -> list:
@@ -139,8 +149,8 @@ def kernel_rows(**settings):
 
 def parity_rows(stages: tuple = ("stage1", "stage2"), carry: float = 0, **settings):
     "Parity of both stages on one model; with carry, of stage I with a shorter anchor too."
-    for stage in stages: yield from isolated("gpu:parity_way", stage=stage, **settings)
-    if carry: yield from isolated("gpu:parity_way", stage="stage1", carry=carry, **settings)
+    for stage in stages: yield from as_they_come("gpu:parity_way", stage=stage, **settings)
+    if carry: yield from as_they_come("gpu:parity_way", stage="stage1", carry=carry, **settings)
 
 
 def encode_way(model: str, corpus: str, texts: int, max_length: int, tolerances: dict) -> list:  # of rows
@@ -381,13 +391,13 @@ class Part(NamedTuple):
 
 SMALL, BIG = "smollm2-135m", "random:llama-3.2-1b"
 STAGES = dict(a="parity", b="speed and memory", c="several GPUs", d="the experiment")
-LIMITS = dict(a=240, b=420, c=480, d=10**9)  # seconds of a stage; d: what is left
+LIMITS = dict(a=240, b=420, c=480)  # seconds of a stage that others follow; the last one has what is left
 PARITY = dict(corpus="wiki", pairs=8, max_length=192, pieces=512)
 DRY_PARITY = dict(model="tiny", corpus="toy", pairs=6, max_length=48, pieces=96)
 STEP = dict(corpora=["wiki"], max_length=512, micro_tokens=0, precision="auto", rounds=2, repeats=3, tolerance=2e-2)
 DRY_STEP = dict(model="tiny", corpora=["toy"], batches=[6], max_length=48, micro_tokens=256, rounds=1, repeats=1,
                 precision="fp32")
-SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2, first_only=True)
+SECOND = dict(STEP, mini_batch=32, learning_rate=2e-4, repeats=2, tolerance=5e-2, first_only=True, rated=True)
 DRY_SECOND = dict(DRY_STEP, learning_rate=1e-2, mini_batch=4, first_only=False)
 TEXTS = dict(corpora=["wiki"], mixes=["short", "mixed", "long"], texts=4096, max_length=512, micro_tokens=0, batch=128,
              precision="auto", rounds=2, repeats=2, cosine=0.95, tolerance=0)
@@ -432,6 +442,8 @@ PARTS = [
         BIG_ALONE, name="compile", values=[False, True], batches=[128], repeats=2), dict(DRY_STEP, values=[False])),
     Part("b", "stage1 1b beside padded", bench_rows, 90, dict(STEP, bench="stage1", model=BIG, batches=[16], rounds=1),
          DRY_STEP),
+    Part("b", "stage2 1b beside its peer", bench_rows, 120, dict(
+        SECOND, bench="stage2", model=BIG, batches=[64], ways=(OURS, PEER), rounds=1), DRY_SECOND, (ST, "datasets")),
     Part("b", "encode 135m fp16", encode_speed_rows, 60, dict(
         TEXTS, model=SMALL, mixes=["mixed"], names=(OURS, f"{PEER} fp16")),
         dict(DRY_TEXTS, cosine=0.999, names=(OURS, f"{PEER} fp16")), (ST,)), # by itself: vectors in fp16 may overflow
@@ -447,6 +459,7 @@ PARTS = [
          dict(command=["all", "gpu-long", "--jobs", "0", "--arms", "ASWBL"]),
          dict(command=["run", "dry", "--seeds", "1", "--arms", "W"]), needs=("scipy",), repeats=True)]
 
+NEEDED = {"matrix rate", *(goal.part for goal in GOALS)}  # what goals are judged by comes before the rest
 SHORT = {"kernels", "parity 1b", "kill and resume", "matrix rate", "stage2 1b", "plans 3b and 8b"}  # of the tests
 
 # ---- running them ----
@@ -464,9 +477,13 @@ def device_facts() -> dict:
 
 
 def code() -> dict:
-    "Version and commit; a kit without git says in a file what it was made from."
-    told = ROOT/"commit.json"
-    return read_json(told) if told.is_file() else code_version()
+    """Version, commit, and a hash of the files that run: a tree with open changes has no commit of its own.
+
+    A kit without git says in a file what it was made from.
+    """
+    told, files = ROOT/"commit.json", [*(ROOT/"anchor_nb").rglob("*"), *HERE.glob("*.py")]
+    content = b"".join(file.read_bytes() for file in sorted(files) if file.is_file() and file.suffix != ".pyc")
+    return (read_json(told) if told.is_file() else code_version()) | dict(files=sha256(content).hexdigest()[:16])
 
 
 def settings_of(part: Part, dry: bool, gpus: int) -> dict:
@@ -493,6 +510,8 @@ def run_part(part: Part, settings: dict, limit: float, keep: Callable) -> tuple:
     try:
         with within(limit):
             for row in part.rows(**settings): keep(row)
+            if time.monotonic() >= ends:
+                raise OutOfTime("its last comparison has fewer rounds")
     except OutOfTime as error: return "out of time", str(error)
     except Exception as error: return "failed", f"{type(error).__name__}: {str(error)[:600]}"
     return "done", ""
@@ -506,15 +525,20 @@ def run(parts: list, rows: Path, dry: bool, minutes: float, say=print):
     about = dict(dry=dry, machine=machine() | facts, versions=library_versions(), code=code())
     ends = time.monotonic() + 60*minutes
     known = last_runs(of_machine(read_rows(rows), facts["device"])) if rows.is_file() else {}
-    for stage, title in STAGES.items():
-        stage_ends = min(ends, time.monotonic() + (10**9 if dry else LIMITS[stage]))
-        had_its_turn = lambda part: begun(known.get(part.name, {}))
-        for part in sorted([part for part in parts if part.stage == stage], key=had_its_turn):
+    same_code = lambda row: row.get("code", {}).get("files") == about["code"]["files"]
+    def turn(part):  # in vain with this code: after those that it has not tried
+        before = known.get(part.name, {})
+        return before.get("status") == "done", begun(before) and same_code(before), part.name not in NEEDED
+    for stage in sorted({part.stage for part in parts}):
+        last = dry or stage == max(part.stage for part in parts)
+        stage_ends = ends if last else min(ends, time.monotonic() + LIMITS[stage])
+        for part in sorted([part for part in parts if part.stage == stage], key=turn):
             settings = settings_of(part, dry, facts["count"])
             told = json.loads(json.dumps(settings))  # as a row has it
             before = known.get(part.name, {})
-            if not part.repeats and before.get("status") == "done" and all(
-                    before.get(name) == value for name, value in dict(about, settings=told).items()):
+            same = same_code(before) and all(before.get(name) == value for name, value in dict(
+                dry=dry, machine=about["machine"], versions=about["versions"], settings=told).items())
+            if same and before["status"] == "done" and not part.repeats:
                 say(f"{stage} {part.name}: done before, at {before['at'][:16]}")
                 continue
             head, began, before = dict(part=part.name, stage=stage), time.monotonic(), cpu_seconds() + SPENT[0]

@@ -7,10 +7,11 @@
     unpack.py       joins and checks the pieces, unpacks them, adds the wheels that are missing; needs Python alone
     start.sh        unpacks, then runs; what stands behind it goes to gpu.py
 
-Pieces have at most 48 MiB, for ways of copying that take no large files.
+Pieces have at most 40 MiB, for ways of copying that take no large files.
 
     python nbs/benchmarks/gpu_kit.py runs/gpu-kit            wheels for training and for the comparisons
     python nbs/benchmarks/gpu_kit.py runs/gpu-kit --lean     wheels for training alone
+    python nbs/benchmarks/gpu_kit.py runs/gpu-kit --python 3.12   wheels for one Python, not for 3.11 to 3.13
 """
 import argparse
 import gzip
@@ -30,7 +31,7 @@ from packaging.requirements import Requirement
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PIECE = 48*2**20
+PIECE = 40*2**20  # so that one travels beside a copy of the source tree where 64 MiB may
 GIVEN = ["torch", "transformers", "numpy", "safetensors", "tokenizers"]  # what such a machine has
 TRAIN = ["accelerate", "peft", "psutil", "xxhash"]  # xxhash: checkpoints
 COMPARE = ["sentence-transformers", "datasets"]  # the peers, and tables that are larger than memory
@@ -61,9 +62,9 @@ def lacking(names: list) -> dict:  # name -> version
     return {name: version for name, version in sorted(with_dependencies(names).items()) if name not in given}
 
 
-def fetch_wheels(names: list, folder: Path):
-    "The wheels, for every Python; a package with one wheel for all of them comes once."
-    for python in PYTHONS:
+def fetch_wheels(names: list, folder: Path, pythons: list):
+    "The wheels, for every Python asked for; a package with one wheel for all of them comes once."
+    for python in pythons:
         platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
         subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
                         "--only-binary=:all:", "--python-version", python, *platforms, "--dest", str(folder),
@@ -180,6 +181,19 @@ def installed(name):
     except PackageNotFoundError: return False
 
 
+def extracted(archive, into):
+    "Unpack; lines that are only in a file of results that lies there already are kept, since a GPU measured them."
+    how = dict(filter="data") if hasattr(tarfile, "data_filter") else {}
+    for entry in archive:
+        place = into/entry.name
+        kept = place.read_bytes().splitlines(True) if entry.name.endswith(".jsonl") and place.is_file() else []
+        archive.extract(entry, into, **how)
+        if not kept: continue
+        told = place.read_bytes().splitlines(True)
+        known = set(told)
+        place.write_bytes(b"".join(told + [line for line in kept if line not in known]))
+
+
 def main(kit, work):
     about = json.loads((kit/"kit.json").read_text())
     done = work/"done.json"
@@ -187,9 +201,8 @@ def main(kit, work):
     for name, pieces in about["pieces"].items():
         into = work/name
         into.mkdir(parents=True, exist_ok=True)
-        how = dict(filter="data") if hasattr(tarfile, "data_filter") else {}
         with tarfile.open(fileobj=io.BufferedReader(Joined(kit, pieces), 2**20), mode="r|gz") as archive:
-            archive.extractall(into, **how)
+            extracted(archive, into)
     for name, wheel in fitting((work/"wheels").glob("*.whl")).items():
         print(f"adding {wheel.name}")
         with zipfile.ZipFile(wheel) as archive: archive.extractall(work/"site-packages")
@@ -211,6 +224,7 @@ lacks() { echo "start.sh: $python $1" >&2; echo "say PYTHON=/path/to/one that ha
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || lacks "is not Python 3.11 or later"
 "$python" -c 'import torch, transformers' || lacks "lacks torch or transformers"
 mkdir -p "$work"
+work=$(cd "$work" && pwd)
 "$python" "$kit/unpack.py" "$kit" "$work"
 export PYTHONPATH="$work/source:$work/site-packages${PYTHONPATH:+:$PYTHONPATH}"  # dill looks for a folder of this name
 export ANCHOR_NB_CACHE="$work/cache" HF_DATASETS_CACHE="$work/tables" HF_HUB_OFFLINE=1
@@ -225,7 +239,7 @@ def tracked() -> list:  # of (path, name)
     return [(ROOT/name, name) for name in sorted(names.stdout.split("\0")) if name and (ROOT/name).is_file()]
 
 
-def make_kit(out: Path, wheels: list, cache: bool = True) -> dict:  # what kit.json says
+def make_kit(out: Path, wheels: list, cache: bool = True, pythons: list = PYTHONS) -> dict:  # what kit.json says
     "Write the folder; it appears when it is whole. SystemExit where there is one already."
     from anchor_nb.runs.provenance import code_version
     if out.exists():
@@ -235,7 +249,7 @@ def make_kit(out: Path, wheels: list, cache: bool = True) -> dict:  # what kit.j
         part, told, fetched = Path(work)/"kit", Path(work)/"commit.json", Path(work)/"wheels"
         part.mkdir(), fetched.mkdir()
         told.write_text(json.dumps(code_version()))
-        if wheels: fetch_wheels(wheels, fetched)
+        if wheels: fetch_wheels(wheels, fetched, pythons)
         sources = dict(source=[*tracked(), (told, "commit.json")],
                        wheels=[(path, path.name) for path in sorted(fetched.iterdir())],
                        cache=cache_files() if cache else [])
@@ -254,8 +268,10 @@ def main():
     parser = argparse.ArgumentParser(prog="gpu_kit.py", description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, help="the folder to make")
     parser.add_argument("--lean", action="store_true", help="wheels for training alone, none for the comparisons")
+    parser.add_argument("--python", choices=PYTHONS, help="wheels for this one; default: for all of these")
     asked = parser.parse_args()
-    about = make_kit(asked.out, TRAIN if asked.lean else TRAIN + COMPARE)
+    about = make_kit(asked.out, TRAIN if asked.lean else TRAIN + COMPARE,
+                     pythons=[asked.python] if asked.python else PYTHONS)
     size = sum(path.stat().st_size for path in asked.out.iterdir())
     print(f"{asked.out}: {sum(map(len, about['pieces'].values()))} pieces, {size/2**20:.0f} MiB, "
           f"{len(about['wheels'])} wheels; copy it there and run: sh start.sh")

@@ -189,15 +189,23 @@ def table(head: list, lines: list) -> str:
     return "\n".join(f"| {' | '.join(map(clean, line))} |" for line in [head, ["---"]*len(head), *lines])
 
 
-def goals_table(rows: list) -> str:
+def changed(rows: list, parts: list) -> set:  # of names
+    "Parts that were last run with other settings than they have now; a dry run's do not count, nor numbers of GPUs."
+    usual = {part.name: dict(json.loads(json.dumps(part.settings)), counts=0) for part in parts}
+    return {name for name, row in last_runs(rows).items() if name in usual and "settings" in row and not row["dry"]
+            and dict(row["settings"], counts=0) != usual[name]}
+
+
+def goals_table(rows: list, parts: list) -> str:
     "Every goal with what was measured, and how many were met."
-    verdicts = [verdict(goal, rows) for goal in GOALS]
+    verdicts, other = [verdict(goal, rows) for goal in GOALS], changed(rows, parts)
     partly = sum(" so far" in said for _, said in verdicts)
     met, missed = [sum(said.startswith(word) and " so far" not in said for _, said in verdicts)
                    for word in ("met", "not reached")]
     limit = lambda goal: ("at least " if goal.least else "at most ") + (
         f"{goal.least or goal.most:.0%}" if goal.percent else f"{goal.least or goal.most}")
-    lines = [[goal.name, limit(goal), *said] for goal, said in zip(GOALS, verdicts)]
+    lines = [[goal.name, limit(goal), shown, said + ", with earlier settings"*(goal.part in other)]
+             for goal, (shown, said) in zip(GOALS, verdicts)]
     return (f"Of {len(GOALS)} goals, {met} met, {missed} not reached, {partly} measured in part, "
             f"{len(GOALS) - met - missed - partly} not measured.\n\n"
             + table(["goal", "wanted", "measured", "verdict"], lines))
@@ -293,7 +301,7 @@ def as_page(rows: list, parts: list, stages: dict) -> str:
     "All of it in Markdown, a section for each kind of machine."
     devices = list(dict.fromkeys(row["machine"]["device"] for row in rows))
     if devices: return "\n\n".join(of_device(of_machine(rows, name), name, parts, stages) for name in devices)
-    return "\n\n".join(["**Not run yet**: no row has been measured on a GPU.", "### Goals", goals_table([]),
+    return "\n\n".join(["**Not run yet**: no row has been measured on a GPU.", "### Goals", goals_table([], parts),
                         "### Kernels, peers and ways", asked_table([], parts), "### Parts",
                         parts_table([], parts, stages)])
 
@@ -302,6 +310,6 @@ def of_device(rows: list, device: str, parts: list, stages: dict) -> str:
     "One machine's section."
     details = [f"**{part.name}**\n\n" + "\n".join(f"- {line}" for line in case_rows(rows, part.name))
                for part in parts if cases(rows, part.name)]
-    return "\n\n".join([f"## {device}", circumstances(rows), "### Goals", goals_table(rows),
+    return "\n\n".join([f"## {device}", circumstances(rows), "### Goals", goals_table(rows, parts),
                         "### Kernels, peers and ways", asked_table(rows, parts), "### Parts",
                         parts_table(rows, parts, stages), "### Cases", *details])

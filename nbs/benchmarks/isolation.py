@@ -84,11 +84,13 @@ def within(seconds: float):
     finally: DEADLINES.pop()
 
 
-def result_of(pipe):
-    "What a process sends; `OutOfTime` when the deadline comes first."
+def result_of(pipe, log: Path):
+    "What a process sends; `OutOfTime` when the deadline comes first, with the last line of its log."
     left = DEADLINES[-1] - time.monotonic()
     if not pipe.poll(None if left == float("inf") else max(0, left)):
-        raise OutOfTime("stopped at its time limit")
+        words = log.read_text(errors="replace").split("\n") if log.is_file() else []
+        last = next((line.strip() for line in reversed(words) if line.strip()), "")
+        raise OutOfTime("stopped at its time limit" + f"; its last line: {last[-200:]}"*bool(last))
     return pipe.recv()
 
 
@@ -127,7 +129,7 @@ def isolated(function: str,  # such as bench:stage1_way
         process.start()
         there.close()
         try:
-            result, error, spent = result_of(here)
+            result, error, spent = result_of(here, Path(folder)/"log")
             SPENT[0] += spent
         except EOFError: result, error = None, None
         finally:
@@ -140,11 +142,19 @@ def isolated(function: str,  # such as bench:stage1_way
 
 
 def in_turns(function: str, ways: list, rounds: int, **arguments) -> dict:  # way -> figures
-    "Measure several ways of the same work alternately; the function takes `way`."
+    """Measure several ways of the same work alternately; the function takes `way`.
+
+    When the time is up, rounds that are whole count; `OutOfTime` where there is none.
+    """
     parts = {way: [] for way in ways}
-    for turn in range(rounds):
-        for way in ways[::-1] if turn % 2 else ways: parts[way].append(isolated(function, way=way, **arguments))
-    return {way: merged(each) for way, each in parts.items()}
+    try:
+        for turn in range(rounds):
+            for way in ways[::-1] if turn % 2 else ways: parts[way].append(isolated(function, way=way, **arguments))
+    except OutOfTime:
+        if not all(parts.values()):
+            raise
+    whole = min(map(len, parts.values()))
+    return {way: merged(each[:whole]) for way, each in parts.items()}
 
 
 def merged(parts: list) -> dict:  # figures of one way, a part for each process

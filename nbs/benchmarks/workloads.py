@@ -97,9 +97,12 @@ def random_model(folder: Path, shape: Shape, source: str) -> str:  # the folder;
                          f"{shape.vocabulary}")
     torch.manual_seed(0)
     config = llama_config(shape, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    # billions of random numbers take minutes on a CPU
-    with torch.device("cuda" if shape.parameters > 1e9 and on_gpu() else "cpu"): model = LlamaForCausalLM(config)
-    with without_bars(): model.to(torch.bfloat16 if shape.parameters > 1e9 else torch.float32).save_pretrained(folder)
+    large = shape.parameters > 1e9
+    torch.set_default_dtype(torch.bfloat16 if large else torch.float32) # 8 B weights in fp32 fill a card of 32 GB
+    try: # billions of random numbers take minutes on a CPU
+        with torch.device("cuda" if large and on_gpu() else "cpu"): model = LlamaForCausalLM(config)
+    finally: torch.set_default_dtype(torch.float32)
+    with without_bars(): model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
