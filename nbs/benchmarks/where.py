@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from isolation import cpu_seconds
+
 RESULTS = Path(__file__).parent/"results"
 COMPILED = "int8, compiled"  # precision="int8", compile=True
 OURS = [("torch", "fp32"), ("torch", "int8"), ("torch", COMPILED), ("onnx", "fp32"), ("onnx", "int8"),
@@ -191,11 +193,6 @@ def encoder_of(way: tuple, model: str, folder: str):  # -> a function of texts
     return AnchorEmbedder.from_pretrained(source, **options(way), **how).encode
 
 
-def processor_seconds() -> float:
-    "Of this process and what it has started."
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-
-
 def measure_one(way: tuple, model: str, folder: str, blocks: list, seconds: float) -> dict:
     "Start an engine, ask it for short texts one at a time, then for as many blocks of mixed lengths as there is time."
     began = time.perf_counter()
@@ -207,12 +204,12 @@ def measure_one(way: tuple, model: str, folder: str, blocks: list, seconds: floa
         start = time.perf_counter()
         encode([f"what is virtual memory, {number}?"])
         singles.append(time.perf_counter() - start)
-    tokens, start, cpu = 0, time.perf_counter(), processor_seconds()
+    tokens, start, cpu = 0, time.perf_counter(), cpu_seconds()
     for block in blocks:
         encode(block["texts"])
         tokens += block["tokens"]
         if time.perf_counter() - start > seconds: break
-    wall, cpu = time.perf_counter() - start, processor_seconds() - cpu
+    wall, cpu = time.perf_counter() - start, cpu_seconds() - cpu
     return dict(start_seconds=ready, short_ms=1000*sorted(singles)[5], tokens=tokens, seconds=wall, cpu_seconds=cpu,
                 peak_bytes=1024*resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 

@@ -25,16 +25,11 @@ from pathlib import Path
 from anchor_nb.core.recipe import Adapt
 from anchor_nb.core.settings import coerce, from_yaml
 from anchor_nb.data.corpora import build_corpus
+from anchor_nb.data.writers import write_lines
 from anchor_nb.release.adapt import adapt
 from anchor_nb.runs.provenance import code_version, machine
 
 TEXTS, WORDS = 1200, 60
-
-
-def write(path, rows):
-    "Rows as JSONL."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def titled(name, row):
@@ -49,9 +44,9 @@ def target(name, root, own, draw=0):
     rows = sorted(map(json.loads, lines), key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())
     rows = rows[draw*TEXTS:][:TEXTS]
     for row in rows: row["positive"] = " ".join(row["positive"].split()[:WORDS])
-    write(root/"documents.jsonl", [dict(_id=row["id"], text=row["positive"]) if own else titled(name, row)
+    write_lines(root/"documents.jsonl", [dict(_id=row["id"], text=row["positive"]) if own else titled(name, row)
                                    for row in rows])
-    write(root/"pairs.jsonl", [dict(query=row["query"], positive=row["id"]) for row in rows])
+    write_lines(root/"pairs.jsonl", [dict(query=row["query"], positive=row["id"]) for row in rows])
 
 
 def real_test(root):
@@ -164,7 +159,7 @@ def halves(splits=400):
                          found_better=(found[..., 1] > 0).mean(0).tolist(), gain=found[..., 0].mean(0).tolist(),
                          code=code_version()))
         print(rows[-1], flush=True)
-    write(Path("nbs/results/adapt/halves.jsonl"), rows)
+    write_lines(Path("nbs/results/adapt/halves.jsonl"), rows)
 
 
 def reciprocal(*rankings, k=60): # query -> document -> score; k: Cormack et al. 2009
@@ -200,7 +195,7 @@ def fusion():
             rows.append(dict(target=name, seed=seed, weight=weight, code=code_version(),
                              **{way: round(100*system["score"], 2) for way, system in scores.items()}))
             print(rows[-1], flush=True)
-    write(Path("nbs/results/adapt/fusion.jsonl"), rows)
+    write_lines(Path("nbs/results/adapt/fusion.jsonl"), rows)
 
 
 def averages():
@@ -243,7 +238,7 @@ def averages():
                             on_tuned=gain(test, chosen, f"1{words}"))
         rows.append(row | dict(code=code_version()))
         print(rows[-1], flush=True)
-        write(kept, sorted(rows, key=lambda row: (row["target"], row["draw"])))
+        write_lines(kept, sorted(rows, key=lambda row: (row["target"], row["draw"])))
 
 
 def seeds(name, precision, *numbers):
@@ -358,7 +353,7 @@ def memory():
             call = [sys.executable, __file__, "tuned_once", name, str(words), loss]
             rows.append(json.loads(subprocess.run(call, check=True, capture_output=True, text=True).stdout))
             print(rows[-1], flush=True)
-    write(Path("nbs/results/adapt/memory.jsonl"), rows)
+    write_lines(Path("nbs/results/adapt/memory.jsonl"), rows)
 
 
 def negatives(name, rate=1e-4, epochs=3):

@@ -1,7 +1,5 @@
 "Benchmarks by name against the paper, instructions, and copies of hub data in four layouts through mteb itself."
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -319,11 +317,3 @@ def test_folders_of_one_name_are_refused(tmp_path):
 def test_an_instruction_with_an_address_is_left_as_it_is():
     text = "Find what answers it, as https://example.org/how/ says"
     assert instructions_for([find_task("SciFact")], text) == {"SciFact": text}
-
-
-# ---- house ----
-
-def test_the_module_is_light():
-    code = ("import sys, anchor_nb.evaluation.benchmarks; print([name for name in ('mteb', 'torch', 'datasets', "
-            "'pandas', 'scipy', 'sklearn') if name in sys.modules])")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

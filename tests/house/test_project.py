@@ -326,7 +326,15 @@ def test_kept_outputs_show_no_warnings_and_no_paths_of_a_machine(path):
                                            json.dumps(output))), f"{path.name} keeps {found.group()} in an output"
 
 
-def test_importing_the_light_modules_loads_no_heavy_library():
-    code = ("import sys; from anchor_nb.cli.main import app; print([name for name in ('torch', 'transformers', "
-            "'datasets', 'pandas', 'papermill') if name in sys.modules])")
+@pytest.mark.parametrize("code, heavy", [
+    ("import anchor_nb; dir(anchor_nb)", "torch transformers numpy pandas"),
+    ("from anchor_nb.cli.main import app", "torch transformers datasets pandas papermill"),
+    ("import anchor_nb.evaluation.tables, anchor_nb.evaluation.significance, anchor_nb.evaluation.benchmarks",
+     "torch mteb datasets pandas scipy sklearn"),
+    ("from anchor_nb.training.plan import Machine, report, table; "
+     "table(report('llama-3.1-8b', Machine(8, 80e9)), Machine(8, 80e9))", "torch transformers"),
+    ("import anchor_nb.experiments.figures, anchor_nb.experiments.report", "torch matplotlib seaborn pandas nbconvert"),
+    ("import anchor_nb.inference.search", "faiss sentence_transformers datasets mteb")])
+def test_importing_loads_no_heavy_library(code, heavy):
+    code += f"; import sys; print([name for name in {heavy.split()} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -2,7 +2,6 @@
 import inspect
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -292,12 +291,6 @@ def test_vectors_in_any_form():
     for form in (rows, rows.astype(np.float16), torch.eye(4), torch.eye(4, dtype=torch.bfloat16), rows.T,
                  rows[::-1][::-1], list(rows), list(torch.eye(4))):
         assert best_of(form, form, 1).numbers.T.tolist() == [[0, 1, 2, 3]]
-
-
-def test_import_is_not_heavier_for_it():
-    code = ("import sys, anchor_nb.inference.search; print([name for name in ('faiss', 'sentence_transformers', "
-            "'datasets', 'mteb') if name in sys.modules])")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 # ---- an index ----

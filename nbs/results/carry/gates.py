@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from anchor_nb.data.writers import write_lines
+
 ROOT, KEPT = Path("runs/carry"), Path("nbs/results/carry")
 COMMON = dict(model="smollm2-135m", template="plain", instructions="none", learning_rate=2e-4, schedule="constant",
               warmup_steps=10, global_batch=16, max_length=64, seed=1, save_steps=0, carry_pairs=64, carry_steps=40,
@@ -44,12 +46,6 @@ def keep(name, row):
     print(row, flush=True)
 
 
-def write(path, pairs):
-    "Pairs as JSONL."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in pairs), encoding="utf-8")
-
-
 def person(number, trade, home, animal):
     "A question and the document that answers it, as in the tutorial on the village."
     from anchor_nb.data.packages import ANIMALS, HOMES, PASTIMES, TRADES, pick
@@ -68,7 +64,7 @@ def data():
     people = [person(number, *three) for number, three in enumerate(product(TRADES, HOMES, ANIMALS))]
     out = [pick(f"held out {number}", 10) == 0 for number in range(len(people))]
     village = [[one for one, kept in zip(people, out) if kept == side] for side in (False, True)]
-    write(ROOT/"village/pairs/village.jsonl", village[0]), write(ROOT/"village/kept_out.jsonl", village[1])
+    write_lines(ROOT/"village/pairs/village.jsonl", village[0]), write_lines(ROOT/"village/kept_out.jsonl", village[1])
     print("village", *map(len, village))
     split("wordnet")
 
@@ -79,7 +75,7 @@ def split(name):
     rows = [json.loads(line) for line in open(build_corpus(name)/f"pairs/{name}.jsonl", encoding="utf-8")]
     rows = [dict(query=row["query"], positive=row["positive"]) for row in rows]
     rows.sort(key=lambda row: hashlib.sha256(repr(sorted(row.items())).encode()).hexdigest())
-    write(ROOT/name/"pairs"/f"{name}.jsonl", rows[500:]), write(ROOT/name/"kept_out.jsonl", rows[:500])
+    write_lines(ROOT/name/"pairs"/f"{name}.jsonl", rows[500:]), write_lines(ROOT/name/"kept_out.jsonl", rows[:500])
     print(name, len(rows) - 500, "pairs, 500 kept out")
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from anchor_nb.data.writers import write_lines
+
 ROOT, KEPT = Path("runs/laptop"), Path("nbs/results/laptop")
 DEV = dict(queries=300, documents=400) # of the development split; the test set has 1,000 queries and 2,688 documents
 
@@ -29,25 +31,19 @@ def read(path):
     return [json.loads(line) for line in open(path, encoding="utf-8")]
 
 
-def write(path, rows):
-    "Rows as JSONL."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
 def data():
     "glossary.csv with 5,000 pairs; 800 of them for tuning; a development split that is in neither."
     rows = read(ROOT/"data/pairs/foldoc.jsonl")
     rows.sort(key=lambda row: hashlib.sha256(row["id"].encode()).hexdigest())
     dev, own = rows[:DEV["documents"]], rows[DEV["documents"]:][:5000]
     pairs = [dict(query=row["query"], positive=row["positive"]) for row in own]
-    write(ROOT/"tune.jsonl", pairs[:800])
-    write(ROOT/"dev.jsonl", [dict(query=row["query"], positive=row["positive"]) for row in dev])
+    write_lines(ROOT/"tune.jsonl", pairs[:800])
+    write_lines(ROOT/"dev.jsonl", [dict(query=row["query"], positive=row["positive"]) for row in dev])
     with open(ROOT/"glossary.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, ["question", "article"])
         table.writeheader()
         table.writerows(dict(question=row["query"], article=row["positive"]) for row in pairs)
-    write(ROOT/"glossary/pairs/glossary.jsonl", pairs)
+    write_lines(ROOT/"glossary/pairs/glossary.jsonl", pairs)
 
 
 def ndcg(model):
