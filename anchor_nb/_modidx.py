@@ -1762,6 +1762,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'anchor_nb/experiments/similarity_figures.py'),
                                                           'anchor_nb.experiments.similarity_figures.lines_of': ( 'experiments/similarity_figures.html#lines_of',
                                                                                                                  'anchor_nb/experiments/similarity_figures.py'),
+                                                          'anchor_nb.experiments.similarity_figures.random_points': ( 'experiments/similarity_figures.html#random_points',
+                                                                                                                      'anchor_nb/experiments/similarity_figures.py'),
                                                           'anchor_nb.experiments.similarity_figures.score_histograms': ( 'experiments/similarity_figures.html#score_histograms',
                                                                                                                          'anchor_nb/experiments/similarity_figures.py'),
                                                           'anchor_nb.experiments.similarity_figures.similarity': ( 'experiments/similarity_figures.html#similarity',

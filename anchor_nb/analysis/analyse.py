@@ -211,10 +211,10 @@ def fewer(k: int, sample: Sample) -> int:
     "The number of neighbours, reduced for few texts: the texts without one block must still have as many."
     return min(k, len(sample.rows)//2)
 
-def by_random_points(checkpoints: list, sample: Sample, settings) -> dict: # checkpoints: from `measured`
-    "What random points of the same number and width give."
-    return isotropic(len(sample.rows), checkpoints[0]["hidden"], len(sample.fields) == 2, fewer(10, sample),
-                     settings.seed)
+def by_random_points(checkpoints: list, sample: Sample, settings) -> list: # checkpoints: from `measured`
+    "What random points of the same number give, for each width."
+    return [isotropic(len(sample.rows), hidden, len(sample.fields) == 2, fewer(10, sample), settings.seed)
+            for hidden in dict.fromkeys(checkpoint["hidden"] for checkpoint in checkpoints)]
 
 # %% ../../nbs/analysis/04_analyse.ipynb #96fe4eaa
 LEAST = 20 # rows that `geometry` needs for its intervals
