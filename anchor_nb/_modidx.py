@@ -854,6 +854,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'anchor_nb/data/retrieval_sets.py'),
                                                'anchor_nb.data.retrieval_sets.fault_of': ( 'data/retrieval_sets.html#fault_of',
                                                                                            'anchor_nb/data/retrieval_sets.py'),
+                                               'anchor_nb.data.retrieval_sets.finds_itself': ( 'data/retrieval_sets.html#finds_itself',
+                                                                                               'anchor_nb/data/retrieval_sets.py'),
                                                'anchor_nb.data.retrieval_sets.grade_of': ( 'data/retrieval_sets.html#grade_of',
                                                                                            'anchor_nb/data/retrieval_sets.py'),
                                                'anchor_nb.data.retrieval_sets.id_and_text': ( 'data/retrieval_sets.html#id_and_text',
