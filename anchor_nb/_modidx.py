@@ -1134,6 +1134,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'anchor_nb/evaluation/benchmarks.py'),
                                                  'anchor_nb.evaluation.benchmarks.rows_of': ( 'evaluation/benchmarks.html#rows_of',
                                                                                               'anchor_nb/evaluation/benchmarks.py'),
+                                                 'anchor_nb.evaluation.benchmarks.size_of': ( 'evaluation/benchmarks.html#size_of',
+                                                                                              'anchor_nb/evaluation/benchmarks.py'),
                                                  'anchor_nb.evaluation.benchmarks.sizes': ( 'evaluation/benchmarks.html#sizes',
                                                                                             'anchor_nb/evaluation/benchmarks.py'),
                                                  'anchor_nb.evaluation.benchmarks.table13': ( 'evaluation/benchmarks.html#table13',
