@@ -258,8 +258,8 @@ def revision(candidate: Candidate,
 def with_yardsticks(chosen: list,            # of `Candidate`
                     names=tuple(YARDSTICKS), # which of them
                    ) -> tuple:               # (candidates, yardsticks first; {label: why it cannot be scored})
-    "Add the yardsticks that are not among the candidates anyway."
-    known, added, missing = set(map(yardstick_of, chosen)), [], {}
+    "Add the yardsticks that are not among the candidates under their own labels, which are what tables look for."
+    known, added, missing = {c.label for c in chosen if yardstick_of(c) == c.label}, [], {}
     for name in names:
         if name in known: continue
         source = MODELS.get(name, name) if Path(name).is_dir() else name # a folder of that name is another model
@@ -330,8 +330,12 @@ class Encoder:
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3117f5c1
 def slug(*parts) -> str:
-    "A name for files: letters, digits and what stands between them."
-    return "-".join("".join(c if c.isalnum() else "_" for c in str(part)) for part in parts)
+    "A name for files: letters, digits and what stands between them; of a long part the beginning and a hash."
+    def short(part): # file systems take 255 bytes
+        name = "".join(c if c.isalnum() else "_" for c in part)
+        if len(name.encode()) <= 100: return name
+        return name.encode()[:100].decode(errors="ignore") + "_" + hashlib.sha256(part.encode()).hexdigest()[:8]
+    return "-".join(short(str(part)) for part in parts)
 
 def meta(candidate: Candidate, revision: str,
          similarity: str = "cosine", # or dot
