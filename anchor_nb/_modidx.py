@@ -1944,6 +1944,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'anchor_nb/experiments/sweeps.py'),
                                               'anchor_nb.experiments.sweeps.options_for': ( 'experiments/sweeps.html#options_for',
                                                                                             'anchor_nb/experiments/sweeps.py'),
+                                              'anchor_nb.experiments.sweeps.outdated': ( 'experiments/sweeps.html#outdated',
+                                                                                         'anchor_nb/experiments/sweeps.py'),
                                               'anchor_nb.experiments.sweeps.plan_sweep': ( 'experiments/sweeps.html#plan_sweep',
                                                                                            'anchor_nb/experiments/sweeps.py'),
                                               'anchor_nb.experiments.sweeps.progress': ( 'experiments/sweeps.html#progress',
