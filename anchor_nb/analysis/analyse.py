@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from ..data.rows import NEGATIVE, POSITIVE, QUERY, as_text, as_texts, is_pair, parse_row, permutation
 from ..data.tables import find_sources, table_rows
-from ..evaluation.encoders import Candidate, candidates, revision
+from ..evaluation.encoders import YARDSTICKS, Candidate, candidates, revision
 from ..core.files import keep_apart, write_text
 from .geometry import geometry, isotropic
 from ..runs.ledger import append_rows, write_json
@@ -110,11 +110,12 @@ def draw(settings) -> Sample: # settings: an `Analyse`
 
 # %% ../../nbs/analysis/04_analyse.ipynb #272c5b82
 def names_of(paths: list) -> list: # of names, in the same order
-    "Short names that tell models apart."
+    "Short names that tell models apart, and a folder from a yardstick."
     parts = [[part for part in Path(path).parts if part not in ("model", "/")] or [path] for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(segments[-depth:]) for segments in parts]
-        if len(set(names)) == len(names): return names
+        taken = any(name in YARDSTICKS and Path(path).is_dir() for name, path in zip(names, paths))
+        if len(set(names)) == len(names) and not taken: return names
     return [f"{name} ({letter})" for name, letter in zip(names, "ab" + "c"*len(names))]
 
 def checkpoints_of(settings) -> list: # of `Candidate`
@@ -211,10 +212,10 @@ def fewer(k: int, sample: Sample) -> int:
     "The number of neighbours, reduced for few texts: the texts without one block must still have as many."
     return min(k, len(sample.rows)//2)
 
-def by_random_points(checkpoints: list, sample: Sample, settings) -> dict: # checkpoints: from `measured`
-    "What random points of the same number and width give."
-    return isotropic(len(sample.rows), checkpoints[0]["hidden"], len(sample.fields) == 2, fewer(10, sample),
-                     settings.seed)
+def by_random_points(checkpoints: list, sample: Sample, settings) -> list: # checkpoints: from `measured`
+    "What random points of the same number give, for each width."
+    return [isotropic(len(sample.rows), hidden, len(sample.fields) == 2, fewer(10, sample), settings.seed)
+            for hidden in dict.fromkeys(checkpoint["hidden"] for checkpoint in checkpoints)]
 
 # %% ../../nbs/analysis/04_analyse.ipynb #96fe4eaa
 LEAST = 20 # rows that `geometry` needs for its intervals

@@ -211,7 +211,9 @@ def outcome(result: dict, dry_run: bool) -> list: # of lines; result: from `run_
     "The outcome of a sweep."
     if dry_run: return [f"{result['done']} done, {result['waiting']} to run"]
     failed = [f"{name} failed: {reason}" for name, reason in result["failed"].items()]
-    counts = f"{result['done']} done, {len(failed)} failed, {result['skipped']} skipped"
+    failed += [f"{label}: its scores in {result['ledger']} are of other settings or data than those of now; run the "
+               "sweep again before you compare it" for label in result.get("outdated", [])]
+    counts = f"{result['done']} done, {len(result['failed'])} failed, {result['skipped']} skipped"
     return [*failed, counts, f"scores: {result['ledger']}"]
 
 @app.command("sweep", rich_help_panel=TRAIN)

@@ -324,13 +324,24 @@ def check_candidates(retrieval: Retrieval, candidates: dict):
             raise ValueError(f"{retrieval.name}: query {query!r} and document {wrong[0]!r}: candidates must hold "
                              "every relevant document, and only documents of the corpus")
 
+def finds_itself(retrieval: Retrieval) -> bool:
+    "Whether a query would find its own text, under its own id, where that is no answer."
+    of = {query: relevant(judged) for query, judged in retrieval.qrels.items()}
+    beside = any(query in retrieval.corpus and query not in of[query] and text in retrieval.corpus[query]
+                 for query, text in retrieval.queries.items())
+    return beside and not any(query in answers for query, answers in of.items())
+
 # %% ../../nbs/data/06_retrieval_sets.ipynb #0313eff9
 def as_task(retrieval: Retrieval,     # the task in memory
             candidates: dict = None,  # query id -> ids of documents to rank; none: all documents, which is retrieval
             metadata: dict = {},         # further fields of mteb's TaskMetadata
            ):                         # mteb's AbsTaskRetrieval, split "test"
-    "A retrieval task for mteb, or with candidates a reranking task; ValueError when candidates do not fit."
+    """A retrieval task for mteb, or with candidates a reranking task; ValueError when candidates do not fit.
+
+    Where queries are documents too, as in ArguAna, a query's own document is left out, as BEIR does.
+    """
     if candidates is not None: check_candidates(retrieval, candidates)
+    itself = finds_itself(retrieval)
 
     def fill():
         from datasets import Dataset
@@ -341,10 +352,11 @@ def as_task(retrieval: Retrieval,     # the task in memory
     if retrieval.source:
         read = f"{len(retrieval.queries)} queries of {retrieval.source}, {len(retrieval.corpus)} documents"
         metadata = dict(description=read) | metadata
-    data = revision(retrieval.corpus, retrieval.queries, retrieval.qrels, candidates, retrieval.instruction)
+    data = revision(retrieval.corpus, retrieval.queries, retrieval.qrels, candidates, retrieval.instruction,
+                    *["own documents left out"]*itself)
     score, kind = ("ndcg_at_10", {}) if candidates is None else ("map_at_1000", dict(type="Reranking"))
     return make_task("Retrieval", retrieval.name, fill, data, score, retrieval.instruction, kind | metadata,
-                     dict(ignore_identical_ids=False))
+                     dict(ignore_identical_ids=itself))
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #a8168a12
 # task class of mteb -> columns of its rows, the metric that counts, attributes of the class

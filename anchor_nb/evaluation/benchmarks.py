@@ -190,6 +190,13 @@ def rows_of(task, subset: str, split: str): # -> a datasets.Dataset, or the part
     "The data of one subset and split of a loaded task; KeyError where there is none."
     return (task.dataset[subset] if subset in task.dataset else task.dataset)[split]
 
+def size_of(task, rows) -> int: # rows: of a split
+    "The number of rows, or of the pairs or texts in them: older tasks of mteb have few rows, of lists."
+    columns = dict(PairClassification="label_column_name", Clustering="input_column_name")
+    column = getattr(task, columns.get(task.metadata.type, ""), None)
+    lists = isinstance(column, str) and len(rows) and isinstance(rows[0][column], list)
+    return sum(map(len, rows[task.label_column_name])) if lists else len(rows)
+
 def sizes(task) -> dict: # (subset, split, part) -> number of rows
     "How much a loaded task holds."
     if hasattr(task, "convert_v1_dataset_format_to_v2"): task.convert_v1_dataset_format_to_v2(num_proc=None)
@@ -198,7 +205,7 @@ def sizes(task) -> dict: # (subset, split, part) -> number of rows
         for split in task.eval_splits:
             parts = rows_of(task, subset, split)
             if isinstance(parts, dict): parts = {name: parts[name] for name in ("corpus", "queries", "relevant_docs")}
-            else: parts = {"rows": parts}
+            else: parts = {"rows": range(size_of(task, parts))}
             counts |= {(subset, split, name): len(rows) for name, rows in parts.items()}
     return counts
 

@@ -296,11 +296,13 @@ def side_by_side(sides: tuple, tasks) -> tuple: # two `Side`s; names or None -> 
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #21821495
-def in_words(names: list, mean: float, low, high, count: int, noun: str) -> str: # a minus b, in points
+NO_INTERVAL = "there are no values to take an interval from"
+
+def in_words(names: list, mean: float, low, high, count: int, noun: str, why: str = NO_INTERVAL) -> str: # in points
     "The verdict on a difference, no stronger than its interval allows."
     winner = shown_names(names)[names[0] if mean > 0 else names[1]]
     if low is None and not mean: return "both score the same"
-    if low is None: return f"{winner} is {abs(mean):.1f} points ahead; there are no values to take an interval from"
+    if low is None: return f"{winner} is {abs(mean):.1f} points ahead; {why}"
     if low > 0 or high < 0:
         near, far = sorted([abs(low), abs(high)])
         return f"{winner} is better by {abs(mean):.1f} points ({near:.1f} to {far:.1f})"
@@ -327,9 +329,11 @@ def one_task(names: list, tasks: list, rows: list, items: dict, hits: dict, line
     scores = [100 * fmean(parts[place].seeds.values()) for place in (0, 1)]
     gap, (_, low, high) = scores[0] - scores[1], percent(difference(parts[0], parts[1]))
     noun = "queries" if line["documents"] else "items"
+    several = max(len(part.seeds) for part in parts.values()) > 1
+    why = "an interval needs two training seeds that both have"*several or NO_INTERVAL
     single = query_by_query(parts[0].items[0], parts[1].items[0], hits.get(tasks[0], {})) if len(tasks) == 1 else {}
     return line | dict(first=scores[0], second=scores[1], difference=gap, low=low, high=high,
-                       verdict=in_words(names, gap, low, high, line["items"], noun) + over, **single)
+                       verdict=in_words(names, gap, low, high, line["items"], noun, why) + over, **single)
 
 
 # %% ../../nbs/evaluation/07_comparison.ipynb #86c0f423

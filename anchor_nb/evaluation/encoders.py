@@ -11,6 +11,7 @@ import hashlib, heapq, json, os, shlex
 from typing import get_args
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 from ..core.progress import announce
 from ..models.resolve import BUILT_MODELS, MODELS, find_model, model_files, spellings
@@ -257,8 +258,8 @@ def revision(candidate: Candidate,
 def with_yardsticks(chosen: list,            # of `Candidate`
                     names=tuple(YARDSTICKS), # which of them
                    ) -> tuple:               # (candidates, yardsticks first; {label: why it cannot be scored})
-    "Add the yardsticks that are not among the candidates anyway."
-    known, added, missing = set(map(yardstick_of, chosen)), [], {}
+    "Add the yardsticks that are not among the candidates under their own labels, which are what tables look for."
+    known, added, missing = {c.label for c in chosen if yardstick_of(c) == c.label}, [], {}
     for name in names:
         if name in known: continue
         source = MODELS.get(name, name) if Path(name).is_dir() else name # a folder of that name is another model
@@ -329,8 +330,12 @@ class Encoder:
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3117f5c1
 def slug(*parts) -> str:
-    "A name for files: letters, digits and what stands between them."
-    return "-".join("".join(c if c.isalnum() else "_" for c in str(part)) for part in parts)
+    "A name for files: letters, digits and what stands between them; of a long part the beginning and a hash."
+    def short(part): # file systems take 255 bytes
+        name = "".join(c if c.isalnum() else "_" for c in part)
+        if len(name.encode()) <= 100: return name
+        return name.encode()[:100].decode(errors="ignore") + "_" + hashlib.sha256(part.encode()).hexdigest()[:8]
+    return "-".join(short(str(part)) for part in parts)
 
 def meta(candidate: Candidate, revision: str,
          similarity: str = "cosine", # or dot
@@ -398,15 +403,37 @@ def best_hits(scores: dict) -> dict: # document -> score
     "The best `DEPTH` documents of a query."
     return dict(heapq.nlargest(DEPTH, scores.items(), key=lambda pair: (pair[1], pair[0])))
 
+def words_alone(): # as mteb calls a search model
+    "mteb's BM25; of a reranking task it scores every candidate, where mteb's own drops what ranks below 1,000."
+    import mteb
+    from bm25s.tokenization import convert_tokenized_to_string_list
+    model = mteb.get_model(BM25)
+    whole = model.search
+    def search(queries, *, top_ranked=None, **how):
+        if not top_ranked: return whole(queries, **how)
+        index, place = model.retriever, {name: k for k, name in model.corpus_idx_to_id.items()}
+        def ranked(words: list, candidates: list, k: int) -> tuple: # places and scores, the best first
+            places = np.array([place[name] for name in candidates], int)
+            scores = index.get_scores(words)[places] if words else np.zeros(len(places))
+            best = np.argsort(-scores, kind="stable")[:k]
+            return places[best], scores[best]
+        def retrieve(tokens, k): # as that of bm25s
+            asked = zip(queries["id"], convert_tokenized_to_string_list(tokens))
+            return zip(*(ranked(words, top_ranked.get(query, []), k) for query, words in asked))
+        model.retriever = SimpleNamespace(retrieve=retrieve)
+        try: return whole(queries, top_ranked=top_ranked, **how)
+        finally: model.retriever = index
+    model.search = search
+    return model
+
 def beside_bm25(encoder: Encoder, weight: float): # as mteb calls a search model
     """An embedder and BM25 as one: the best `DEPTH` of each, fused.
 
     On an English task the ranking is that of `search`. For another language mteb's BM25 takes that language's stop
     words and stems, while `search` always takes the English ones.
     """
-    import mteb
     from mteb.models.hybrid_wrappers import HybridSearch
-    both = HybridSearch([encoder, mteb.get_model(BM25)], fusion_strategy=lambda scores, _: fuse(
+    both = HybridSearch([encoder, words_alone()], fusion_strategy=lambda scores, _: fuse(
         *map(best_hits, scores), weight))
     both.mteb_model_meta = encoder.mteb_model_meta
     return both
@@ -418,9 +445,7 @@ def load(candidate: Candidate,
          devices: list = (),      # such as cuda:0, cuda:1, or all; none: the first GPU or the CPU
          instructions: dict = {}): # task -> instruction
     "A candidate, ready for mteb."
-    if candidate.library == "bm25":
-        import mteb
-        return mteb.get_model(BM25)
+    if candidate.library == "bm25": return words_alone()
     loader = load_anchor if candidate.library == "anchor_nb" else load_sentence_transformer
     embed, facts = loader(candidate, max_length, micro_tokens, places(devices))
     encoder = Encoder(embed, meta(candidate, revision, **facts), instructions)

@@ -22,6 +22,15 @@ from ..runs.manifest import new_manifest, now
 from ..runs.provenance import peak_memory
 
 # %% ../../nbs/evaluation/05_scores.ipynb #b632e284
+def of_run(candidate: Candidate) -> dict: # empty: not trained here
+    "When the run behind a candidate began, which tells it from one that was trained again in the same folder."
+    return dict(run=read_json(candidate.manifest)["starts"][0]) if candidate.manifest else {}
+
+def of_candidates(candidate: Candidate, kind: str) -> dict: # kind: type of a task
+    "What marks BM25's reranking; until 30 November 2026 it left out candidates below rank 1,000 of all documents."
+    words = candidate.library == "bm25" or candidate.bm25
+    return dict(candidates="all") if words and "Reranking" in kind else {}
+
 def ledger_rows(result: Evaluation,
                 candidate: Candidate,
                 model: str,      # what `revision` says of the candidate
@@ -35,18 +44,25 @@ def ledger_rows(result: Evaluation,
     fields = dict(label=candidate.label, step=candidate.step, task=result.task, type=result.type)
     where = dict(queries=result.queries, documents=result.documents, data=result.data, model=model,
                  manifest=candidate.manifest, training_seed=candidate.training_seed, seconds=result.seconds)
-    if candidate.manifest: where["run"] = read_json(candidate.manifest)["starts"][0]
+    where |= of_run(candidate) | of_candidates(candidate, result.type)
     return [fields | dict(metric=metric, main=metric == result.metric, value=value) | where | how
             for metric, value in result.metrics.items()]
 
 def measured(row: dict) -> tuple: # of the ledger
     "The identity of a score: two rows that agree in it need not be measured twice."
-    return tuple(row.get(name) for name in ("label", "step", "task", "model", "data"))
+    return tuple(row.get(name) for name in ("label", "step", "task", "model", "data", "candidates", "run"))
+
+def scores_of(candidate: Candidate, model: str, name: str, data: str, kind: str) -> set: # of what `measured` gives
+    "The identities of a candidate's score on a task; rows from before 28 November 2026 do not say when a run began."
+    row = dict(label=candidate.label, step=candidate.step, task=name, model=model, data=data)
+    row |= of_candidates(candidate, kind)
+    return {measured(row), measured(row | of_run(candidate))}
 
 # %% ../../nbs/evaluation/05_scores.ipynb #02968a23
 def evaluation_file(row: dict) -> str: # a row of the ledger
     "Name of the file with the values behind a row."
-    identity = hashlib.sha256(f"{row.get('model') or ''} {row.get('data') or ''}".encode()).hexdigest()[:10]
+    parts = [row.get("model") or "", row.get("data") or "", *filter(None, [row.get("candidates")])]
+    identity = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:10]
     return slug(row["label"], row["step"], row["task"], identity) + ".json"
 
 # %% ../../nbs/evaluation/05_scores.ipynb #b4589e59
@@ -78,8 +94,8 @@ def lacking(candidates: list, known: set, keys: dict, settings, instructions_id:
     jobs = []
     for candidate in candidates:
         model = model_of(candidate, settings, instructions_id)
-        missing = [task for (name, data), task in keys.items()
-                   if can(candidate, task) and (candidate.label, candidate.step, name, model, data) not in known]
+        missing = [task for (name, data), task in keys.items() if can(candidate, task)
+                   and not known & scores_of(candidate, model, name, data, task.metadata.type)]
         whose = digest(system(candidate, settings.devices)) if candidate.library != "bm25" else ""
         if missing: jobs.append(Job(candidate, model, missing, whose))
     return jobs
@@ -99,11 +115,13 @@ def waiting(candidates: list, # of `Candidate`
 def recall(candidates: list, tasks: list, settings, instructions_id: str) -> list: # of rows; arguments as in `waiting`
     "Append again the known scores of these candidates and tasks that a later row hides; returns the ledger."
     ledger = Path(settings.out)/"ledger.jsonl"
-    rows, keys = read_rows(ledger) if ledger.exists() else [], [(task.metadata.name, data_id(task)) for task in tasks]
-    if settings.reconstruction:
-        keys += [(f"reconstruction:{task.metadata.name}", rebuilt_data(task, settings)) for task in tasks]
-    wanted = {(candidate.label, candidate.step, name, model_of(candidate, settings, instructions_id), data)
-              for candidate in candidates for name, data in keys}
+    rows, wanted = read_rows(ledger) if ledger.exists() else [], set()
+    for candidate in candidates:
+        model = model_of(candidate, settings, instructions_id)
+        for name, kind, task in ((task.metadata.name, task.metadata.type, task) for task in tasks):
+            wanted |= scores_of(candidate, model, name, data_id(task), kind)
+            if settings.reconstruction:
+                wanted |= scores_of(candidate, model, f"reconstruction:{name}", rebuilt_data(task, settings), kind)
     again = to_restate(rows, [row for row in rows if measured(row) in wanted])
     if again: append_rows(ledger, again)
     return rows + again
@@ -112,7 +130,7 @@ def recall(candidates: list, tasks: list, settings, instructions_id: str) -> lis
 def record(job: Job, task, encoder, out: Path, **common) -> Evaluation: # common: for `ledger_rows`
     "Score one task, or reuse what a killed run left; write the values of its queries, then the rows of the ledger."
     fields = dict(label=job.candidate.label, step=job.candidate.step, task=task.metadata.name, model=job.model,
-                 data=data_id(task))
+                 data=data_id(task)) | of_candidates(job.candidate, task.metadata.type)
     path = Path(out)/"per_query"/evaluation_file(fields)
     try: result = load_evaluation(path)
     except (OSError, ValueError):

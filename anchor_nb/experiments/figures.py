@@ -142,12 +142,12 @@ def carried_curves(rows): # of a stage-I carried.jsonl: step, and each direction
 def stage2_losses(runs: dict): # label -> rows of a stage-II metrics.jsonl: step, loss, candidates
     "Contrastive losses over the steps of stage II, a line for each run (figure 4 of the paper)."
     runs = {label: rows for label, rows in runs.items() if len(rows)}
-    candidates = [row["candidates"] for rows in runs.values() for row in rows if row.get("candidates")]
+    known = ([row["candidates"] for row in rows if row.get("candidates")] for rows in runs.values())
+    chances = {float(np.log(np.median(candidates))) for candidates in known if candidates}
     def draw(axes):
         ends = [_curve(axes, rows, "loss", *system(label, place), label)
                 for place, (label, rows) in enumerate(runs.items())]
-        if candidates:
-            chance = float(np.log(np.median(candidates)))
+        for chance in sorted(chances):
             axes.axhline(chance, color="#777777", linestyle=":", linewidth=1, gid="guessing")
             ends.append((f"guessing  {chance:.2f}", chance, "#777777"))
         axes.set(xlabel="step of stage II", ylabel="InfoNCE loss (nats)", ylim=(0, None))

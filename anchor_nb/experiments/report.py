@@ -304,9 +304,12 @@ def examples_html(result: dict) -> str: # from `examples`
     return "\n".join(blocks)
 
 # %% ../../nbs/experiments/05_report.ipynb #b4abff73
-def scored_models(evaluations: list) -> dict: # of manifests -> label -> the model that was scored last under it
+def scored_models(evaluations: list,  # of manifests
+                  ledger: list = (),  # rows; those of a sweep name runs, and it has no evaluations
+                 ) -> dict:           # label -> the model that was scored last under it
     "What the labels of a ledger stand for."
-    named = {label: value for manifest in evaluations for label, value in manifest["recipe"]["models"].items()}
+    runs = {row["label"]: str(Path(row["manifest"]).parent) for row in ledger if row.get("manifest")}
+    named = runs | {label: value for manifest in evaluations for label, value in manifest["recipe"]["models"].items()}
     first = {label: value[0] if isinstance(value, list) else value for label, value in named.items() if value}
     return {label: value["model"] if isinstance(value, dict) else value for label, value in first.items()}
 
@@ -323,8 +326,9 @@ def next_step(folder: Path,    # what the report is of
     if not ours:
         model = Path(folder)/trained[-1] if trained else "MODEL"
         return "Nothing of yours is scored here yet.", command("evaluate", model, *test)
-    last = ours["model"] if ours["model"] in manifests else trained[-1] if trained else ""
-    model = models.get(ours["model"]) or (Path(folder)/last if last else ours["model"])
+    label = ours["model"]
+    model = Path(folder)/label if label in manifests else models.get(label, label)
+    last = Path(model).name if Path(model).name in manifests else ""
     if ours.get("verdict") == "better":
         return "It beats the yardsticks, so search with it.", command("search", model, "DOCUMENTS", "a question")
     if last and ours["against"]:
@@ -332,8 +336,8 @@ def next_step(folder: Path,    # what the report is of
         values = dict(model=model, data=pairs, out=f"{folder}/negatives")
         return ("It is not ahead of the best yardstick. Hard negatives from its own mistakes often help.",
                 command("mine", *(word for name, value in values.items() for word in ("-p", f"{name}={value}"))))
-    rest = [line["model"] for line in board if line["task"] == ours["task"] and line["model"] != ours["model"]]
-    if rest: return "See on which queries they differ.", command("compare", ours["model"], rest[0], "--ledger", folder)
+    rest = [line["model"] for line in board if line["task"] == ours["task"] and line["model"] != label]
+    if rest: return "See on which queries they differ.", command("compare", label, rest[0], "--ledger", folder)
     return "A score alone says little.", command("evaluate", model, *test)
 
 # %% ../../nbs/experiments/05_report.ipynb #9eee043b

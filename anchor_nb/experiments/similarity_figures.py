@@ -158,7 +158,16 @@ def lines_of(checkpoints: list) -> dict: # of geometry.json -> (label, training 
     return {who: line for who, line in lines.items() if len(line) > 1 or who[0] not in starts}
 
 # %% ../../nbs/experiments/04_similarity_figures.ipynb #56a49d2c
-def _geometry_panel(axes, lines: dict, metric: str, random: list):
+RANDOM = "random points"
+GREY = [dict(color="#777777", linestyle=dashes, linewidth=1.5) for dashes in ((0, (1, 1.5)), (0, (4, 2, 1, 2)))]
+
+def random_points(result: dict) -> dict: # content of geometry.json -> what a figure calls them -> their geometry
+    "The random points of each width; a file from before 30 November 2026 has those of one."
+    drawn = result["isotropic"] if isinstance(result["isotropic"], list) else [result["isotropic"]]
+    several = len({point["hidden"] for point in [*result["checkpoints"], *drawn]}) > 1
+    return {RANDOM + f", {points['hidden']} dimensions"*several: points for points in drawn}
+
+def _geometry_panel(axes, lines: dict, metric: str, random: dict): # random: from `random_points`
     "One number over the steps of every run, or side by side where no run has several."
     alone, labels = all(len(line) == 1 for line in lines.values()), list(dict.fromkeys(label for label, _ in lines))
     for (label, seed), line in lines.items():
@@ -171,9 +180,9 @@ def _geometry_panel(axes, lines: dict, metric: str, random: list):
                   linestyle=DASHES[place % 4], label=system(label)[0], gid=f"{label} {seed}")
         if len(steps) > 1: axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
         else: axes.errorbar(steps, values, [[values[0] - low[0]], [high[0] - values[0]]], color=colour)
-    if random:
-        axes.axhline(random[0], color="#777777", linestyle=(0, (1, 1.5)), linewidth=1.5, label="random points",
-                     gid="random")
+    for place, (name, points) in enumerate(random.items()):
+        if metric in points["numbers"]:
+            axes.axhline(points["numbers"][metric][0], **GREY[place % 2], label=name, gid=name)
     axes.set_title(GEOMETRY[metric][0])
     axes.set_ylabel(GEOMETRY[metric][1], fontsize=8)
     if alone: axes.set(xticks=[], xlim=(-0.6, len(labels) - 0.4))
@@ -187,7 +196,7 @@ def geometry_through_training(result: dict): # result: content of geometry.json
     with _style():
         figure, grid = _panels(max(1, -(-len(shown)//4)), 4, 3, 2.6)
         for axes, metric in zip(grid.flat, shown):
-            _geometry_panel(axes, lines, metric, result["isotropic"]["numbers"].get(metric))
+            _geometry_panel(axes, lines, metric, random_points(result))
         for axes in grid.flat[len(shown):]: axes.remove()
         for axes in figure.axes[-4:]:
             if any(len(line) > 1 for line in lines.values()): axes.set_xlabel("step of stage II")
@@ -220,13 +229,12 @@ def _cosines(axes, point: dict):
     if not point["histograms"]: _empty(axes, "no pairs")
 
 def _spectrum(axes, points: list):
-    "The share of the variance that the strongest directions hold, the last line that of random points."
+    "The share of the variance that the strongest directions hold, the last lines those of random points."
     for place, point in enumerate(points):
-        total = np.cumsum(point["spectrum"])
-        colour, dashes = system(point["label"], place)[1], DASHES[place % 4]
-        if point["label"] == "random points": colour, dashes = "#777777", (0, (1, 1.5))
-        axes.plot(np.arange(1, len(total) + 1), total, color=colour, linestyle=dashes,
-                  label=system(point["label"])[0], gid=point["label"])
+        total, label = np.cumsum(point["spectrum"]), point["label"]
+        how = dict(color=system(label, place)[1], linestyle=DASHES[place % 4])
+        if label.startswith(RANDOM): how = GREY[sum(other["label"].startswith(RANDOM) for other in points[:place]) % 2]
+        axes.plot(np.arange(1, len(total) + 1), total, **how, label=system(label)[0], gid=label)
     axes.set(title="spectrum", xscale="log", xlabel="strongest directions", ylabel="share of variance", ylim=(0, 1.02))
     axes.legend(frameon=False, fontsize=7, loc="upper left")
 
@@ -242,7 +250,8 @@ def embeddings_compared(result: dict): # result: content of geometry.json
             axes.set_xlim(EDGES[used[0]] - 0.02, EDGES[used[-1] + 1] + 0.02)
             _cosines(axes, point)
         panels[0].set_ylabel("share")
-        _spectrum(panels[-1], [*shown, dict(result["isotropic"], label="random points")])
+        random = [dict(points, label=name) for name, points in random_points(result).items()]
+        _spectrum(panels[-1], [*shown, *random])
         if panels[0].get_legend_handles_labels()[0]:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncol=3, frameon=False)
         return _finish(figure)

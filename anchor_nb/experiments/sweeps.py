@@ -450,6 +450,15 @@ def drive(nodes: dict, arms: list, runner, root: Path, every: float) -> dict: # 
         time.sleep(every)
 
 # %% ../../nbs/experiments/07_sweeps.ipynb #766c0244
+def outdated(nodes: dict, arms: list, state: dict, root: Path) -> list: # arms: from `plan_sweep`; -> labels
+    "The arms without scores of this sweep, whose scores in the ledger are of other settings or data."
+    ledger = Path(root)/"ledger.jsonl"
+    last = {row["arm"]: row.get("experiment") for row in (read_rows(ledger) if ledger.is_file() else [])
+            if row.get("arm")}
+    return list(dict.fromkeys(
+        arm.label for arm, names in arms if names and state[names[-1]] != "done" and arm.label in last
+        and last[arm.label] != experiment_of([nodes[name] for name in names], root)))
+
 @contextmanager
 def raising_stopped():
     "A block that SIGTERM and Ctrl-C end with `Stopped`; a second signal is handled as it was before."
@@ -468,7 +477,7 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
               every: float = 0,    # seconds between two looks; 0: 1 here, 15 at a queue
               preset: str = "",    # in place of the file's
               given: dict = {},    # stage.parameter -> value, over the file's `base`
-             ) -> dict:            # done, failed: node -> reason, skipped, ledger
+             ) -> dict:            # done, failed: node -> reason, skipped, outdated: labels, ledger
     "Run all arms of a sweep; ValueError or FileNotFoundError before it starts, failures are in the result."
     root = Path(out or "runs/sweeps").expanduser()
     if root == Path(): root = Path.cwd() # or nothing would tell its folders from any other's
@@ -499,4 +508,5 @@ def run_sweep(name,                # a YAML file, a name from `sweeps`, or a dic
                 finally: runner.stop()
     count = list(state.values()).count
     return dict(done=count("done"), skipped=count("skipped"), waiting=count("waiting"),
-                failed=reasons(state, root), ledger=str(root/"ledger.jsonl"))
+                failed=reasons(state, root), outdated=[] if dry_run else outdated(nodes, arms, state, root),
+                ledger=str(root/"ledger.jsonl"))

@@ -157,16 +157,21 @@ def hub_data(tasks: dict) -> dict: # task -> revision of its data; -> task -> it
             if data["path"].count("/") == 1 and same(task, data)} # a mean over tasks has no data set
 
 def eval_results(card: CardContent) -> list: # of huggingface_hub.EvalResult, in per cent
-    "The main scores in the form that the hub reads."
+    "The main scores of this model, and of no other training seed, in the form that the hub reads."
     from huggingface_hub import EvalResult
-    facts = {row["task"]: row for row in card.rows if row["label"] == card.label}
-    revisions = {task: row["data"].partition(";")[0] for task, row in facts.items()}
-    known, results = hub_data(revisions) if facts else {}, []
-    for task, (value, _) in main_scores(card, card.label, card.step).items():
-        results.append(EvalResult(task_type=facts[task]["type"], dataset_type=known.get(task, task),
-                                  dataset_name=f"MTEB {task}" if task in known else task,
-                                  dataset_revision=revisions[task] or None, metric_type=facts[task]["metric"],
-                                  metric_value=round(100*value, 2)))
+    facts = {row["task"]: row for row in card.rows if (row["label"], row["step"]) == (card.label, card.step)}
+    parts = {task: row["data"].split("; ") + ["default", "test"] for task, row in facts.items()}
+    known, results = hub_data({task: data for task, (data, *_) in parts.items()}) if facts else {}, []
+    seed = card.runs[-1].manifest["recipe"].get("seed") if card.runs else None
+    for task, scores in by_seed([row for row in card.rows if row["label"] == card.label
+                                 and row["step"] == card.step]).items():
+        if seed not in scores: continue
+        data, subsets, splits, *_ = parts[task]
+        name = f"MTEB {task}" + f" ({subsets})"*(subsets != "default")
+        where = dict(dataset_config=subsets, dataset_split=splits) if task in known else {}
+        results.append(EvalResult(task_type=facts[task]["type"], dataset_type=known.get(task, task), **where,
+                                  dataset_name=name if task in known else task, dataset_revision=data or None,
+                                  metric_type=facts[task]["metric"], metric_value=round(100*scores[seed], 2)))
     return results
 
 # %% ../../nbs/release/04_card.ipynb #4d4cf403

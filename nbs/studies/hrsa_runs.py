@@ -49,7 +49,7 @@ for seed, at in places.items():
                for each in candidates({label: at[label]}, seed == SEEDS[0])]
 measured = analysis.measured(models, sample, settings)
 write_json(results/"geometry.json", dict(a="baseline", b="anchor", checkpoints=measured,
-                                         isotropic=analysis.by_random_points(measured, sample, settings)))
+                                         isotropic=analysis.by_random_points(measured, sample, settings)[0]))
 last = {each.label: each for each in models if each.training_seed in (None, SEEDS[0])}
 write_json(results/"map.json", analysis.map_of(list(last), [analysis.embeddings(each, sample, settings)
                                                             for each in last.values()], sample))

@@ -142,10 +142,11 @@ def test_a_shift_beyond_the_tolerance_is_seen(shift, verdict):
     (dict(max_length=64), "ours with max_length=64, theirs with 512"),
     (dict(max_length=0, tokens=64), "ours with max_length=64, theirs with 512"),
     (dict(instructions="mteb"), "ours with instructions=mteb, theirs with paper"),
+    (dict(data="0123456789abcdef"), "ours on other data"),
     (dict(task="LocalWikiRetrieval"), "no rows"),
 ])
 def test_what_is_not_comparable_is_not_run(change, why):
-    ours = [row(task="SciFact", step=1000, max_length=512) | change]
+    ours = [row(task="SciFact", step=1000, max_length=512, data="") | change]
     table = expected_vs_obtained(ours, base="llama-3.2-1b")
     assert set(table["verdict"]) == {"not run"}
     cell = table[(table["row"] == "llama-3.2-1b/anchor") & (table["column"] == "SciFact")]

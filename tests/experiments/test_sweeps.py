@@ -14,6 +14,7 @@ from common import toy_pairs
 
 import warm
 from anchor_nb.runs import ledger as ledgers
+from anchor_nb.cli.training import outcome
 from anchor_nb.experiments import sweeps
 from anchor_nb.data.corpora import build_corpus
 from anchor_nb.data.tables import content_hash
@@ -243,6 +244,21 @@ def test_scores_are_gathered_in_one_ledger_and_a_failed_arm_is_reported(tmp_path
     ledger = ledgers.read_rows(result["ledger"])
     assert {row["label"] for row in ledger} == {"untrained", "bm25"} and {row["arm"] for row in ledger} == {"untrained"}
     assert {row["settings"]["stages"] == [] for row in ledger} == {True} and any((root/"per_query").iterdir())
+
+
+def test_scores_of_an_arm_before_its_settings_changed_are_named(tmp_path):
+    steps = dict(changed=2, same=3, new=4)
+    arms = {label: {"stages": ["stage2"], "stage2.steps": count} for label, count in steps.items()}
+    nodes, arms = sweeps.plan_sweep(dict(preset="smoke", base=SMALL, seeds=[], grid=[], arms=arms), tmp_path)
+    same, = ([nodes[name] for name in names] for arm, names in arms if arm.label == "same")
+    experiments = dict(changed="another", same=sweeps.experiment_of(same, tmp_path))
+    ledgers.append_rows(tmp_path/"ledger.jsonl", [dict(label=label, arm=label, experiment=experiment)
+                                                  for label, experiment in experiments.items()])
+    for now, labels in (("skipped", ["changed"]), ("done", [])):
+        assert sweeps.outdated(nodes, arms, dict.fromkeys(nodes, now), tmp_path) == labels
+    said = outcome(dict(done=0, failed={"stage2-1": "no memory"}, skipped=1, outdated=["changed"], ledger="l"), False)
+    assert said[1].startswith("changed: its scores in l are of other settings")
+    assert said[2] == "0 done, 1 failed, 1 skipped"
 
 
 def test_what_is_not_there_is_said_before_anything_runs(tmp_path):

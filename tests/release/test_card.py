@@ -43,9 +43,10 @@ def runs(tmp_path_factory):
     train_run(recipe(Stage1, root/"stage1", steps=2, instructions="corpora", carry_pairs=16))
     train_run(recipe(Stage2, root/"anchor", steps=2, instructions="corpora", model=str(root/"stage1/model")))
     row = dict(task="toy", type="Retrieval", metric="ndcg_at_10", main=True, queries=80, documents=86, data="abc",
-               training_seed=None, seed=0, max_length=48, instructions="paper", benchmark="")
+               seed=0, max_length=48, instructions="paper", benchmark="")
     append_rows(root/"ledger.jsonl", [dict(row, label=label, step=step, value=value, model=label,
-                                           manifest=manifest and str(root/manifest/"run.json"))
+                                           manifest=manifest and str(root/manifest/"run.json"),
+                                           training_seed=42 if manifest else None)
                                       for label, step, value, manifest in (("untrained", 0, 0.1, ""),
                                                                            ("stage1", 0, 0.2, "stage1"),
                                                                            ("anchor", 2, 0.4321, "anchor"))])
