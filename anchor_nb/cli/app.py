@@ -283,7 +283,7 @@ def write_basics(stage: str, names: set, formatter): # names: of the settings th
     rows = [setting_row(f) for f in basics(stage) if f.name in names] # others are options of the command's own
     with formatter.section(GROUPS["first"]): formatter.write_dl(rows)
     hidden = len(fields(RECIPES[stage])) - len(rows)
-    shows = f"shows the other {hidden}" if hidden else "shows them by group"
+    shows = f"shows the other {hidden}" if hidden else "shows all settings by group"
     formatter.write_text(f"`anchor-nb {stage} --help-all` {shows}; -p name=value sets any of them.")
 
 def show_all(ctx: typer.Context, wanted: bool):

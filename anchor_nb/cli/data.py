@@ -128,7 +128,7 @@ def dedup_pairs(data: Pairs, out: NewPairs,
     with answering(as_json) as answer:
         result = dedup_pairs(data, out, threshold, against, remove, format, read_columns(columns), memory, threads)
         lines = [f"{name}: {facts['written']} of {facts['rows']} rows kept; {facts['equal']} equal to others, "
-                 f"{facts['near']} nearly, {facts['contaminated']} show a test"
+                 f"{facts['near']} nearly, {facts['contaminated']} found in a test set"
                  for name, facts in result["datasets"].items()]
         lines += [f"{name}: {facts['queries_seen']} of {facts['queries']} queries seen, "
                   f"{facts['documents_seen']} of {facts['documents']} documents"
@@ -156,6 +156,6 @@ def encode(corpus: argument(str, "a table (CSV, JSONL, parquet ...), a folder of
         result = encode_corpus(**given | dict(processes=coerce("processes", given["processes"], int)))
         if os.environ.get("RANK", "0") == "0":
             so_far = "" if result["complete"] else "; the other processes are still encoding"
-            there = f"{result['rows']} texts in {result['shards']} shards, {result['bytes']/1e6:.1f} MB, in "
+            there = f"{result['rows']} texts, {result['bytes']/1e6:.1f} MB, shards: {result['shards']}, in "
             answer(result, f"{there}{given['out']}{so_far}",
                    f"{result['made_rows']} of them encoded now, in {result['seconds']:.0f} s")

@@ -168,8 +168,10 @@ def check_hub(online: bool = False, seconds: float = 5) -> Check: # online: ask 
 HEARD = re.compile(r"(ANCHOR_NB|HF|CUDA|NCCL|OMP|PYTORCH|TRANSFORMERS|ACCELERATE|SLURM)_|(RANK|WORLD_SIZE)$")
 
 def check_environment() -> Check:
-    "The variables that change what happens; secrets hidden."
-    heard = without_secrets({name: value for name, value in sorted(os.environ.items()) if HEARD.match(name)})
+    "The variables that change what happens, without those that `anchor-nb` itself sets; secrets hidden."
+    from anchor_nb.experiments.stages import QUIET
+    heard = without_secrets({name: value for name, value in sorted(os.environ.items())
+                             if HEARD.match(name) and QUIET.get(name) != value})
     state = ", ".join(f"{name}={value}" for name, value in heard.items()) or "nothing unusual is set"
     left = stale_ranks()
     return judged("environment", f"left over: {', '.join(left)}; {state}" if left else state,

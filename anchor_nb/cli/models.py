@@ -165,7 +165,7 @@ def card(model: Model, ledger: Ledger = "", name: Name = "", license: License = 
 
 @app.command("push", rich_help_panel=USE)
 def push(folder: argument(str, "what `anchor-nb export` has written"), repo_id: argument(str, "owner/name"),
-         upload: option(str, "send the plan of this name; without it, show what would go, and the name of the plan",
+         upload: option(str, "send the plan of this name; without it, show what would be sent, and the plan's name",
                              metavar="PLAN") = "", public: option(bool, "anyone can see it", "--public") = False,
          revision: option(str, "a branch, made if need be; default: the main one") = "",
          message: option(str, "of the commit") = "", as_json: AsJson = False):
@@ -203,7 +203,7 @@ def serve(models_and_corpus: argument(list[str], f"one or two models ({MODEL_HEL
 @app.command("merge", rich_help_panel=USE)
 def merge(models: argument(list[str], "run folders or model folders, two or more"),
           out: option(str, "folder of the new model", "--out", "-o"),
-          weight: option(list[float], "one for each model, summing to 1; none: all the same") = [],
+          weight: option(list[float], "one for each model, summing to 1; default: equal weights") = [],
           method: option(str, "linear or slerp") = "linear",
           policy: option(list[str], "tensors by name: linear, slerp, first, second, ..., or weights such as [0.2, "
                                     "0.8]; the first that fits", metavar="PATTERN=RULE") = [],

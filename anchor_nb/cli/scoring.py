@@ -213,8 +213,8 @@ def paper_tables(ledger: argument(Path, "a ledger.jsonl, or the folder it lies i
 # %% ../../nbs/cli/03_scoring.ipynb #bae940f4
 @app.command("analyse", rich_help_panel=SCORE, help=RECIPES["analyse"].__doc__)
 @takes_settings("analyse")
-def analyse(a: argument(str, "the model before: run folder, model folder, hub id or short name; none: that of the "
-                             "parameters") = "", b: argument(str, "the model after") = "",
+def analyse(a: argument(str, "the model before: run folder, model folder, hub id or short name; default: "
+                             "the setting `a`") = "", b: argument(str, "the model after") = "",
             quick: option(bool, "200 texts and 6 layers, for a first look", "--quick") = False, as_json: AsJson = False,
             parameter: Parameters = [], preset: Preset = "", file: ParameterFile = None, output: Output = None,
             dry_run: DryRun = False, quiet: Quiet = False, help_all: HelpAll = False):

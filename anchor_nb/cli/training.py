@@ -217,7 +217,7 @@ def outcome(result: dict, dry_run: bool) -> list: # of lines; result: from `run_
     return [*failed, counts, f"scores: {result['ledger']}"]
 
 @app.command("sweep", rich_help_panel=TRAIN)
-def sweep(name: argument(str, "a YAML file, or one of the paper's sweeps; none: list them") = "",
+def sweep(name: argument(str, "a YAML file or a built-in sweep; without it, list those") = "",
           out: option(str, "folder of all runs, which sweeps may share", "--out", "-o") = "runs/sweeps",
           at_once: option(int, "runs at a time") = 1,
           preset: option(str, "replaces the file's; an arm's own preset stays") = "",

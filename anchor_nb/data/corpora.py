@@ -81,7 +81,7 @@ def distinct(texts: list[str],       # documents, the ones to prefer first
 
 # %% ../../nbs/data/08_corpora.ipynb #e39e609d
 def clean(items: list[Item], corpus: Corpus) -> list[Item]:  # sorted by id; a query of "" marks a distractor
-    "Items whose documents are long enough and all different, and whose queries mean one document."
+    "Items whose documents are long enough and all different; a query that several share is emptied."
     items = sorted((item for item in items if len(item.text.split()) >= corpus.shortest), key=lambda item: item.id)
     asked = Counter(normalise(item.query) for item in items)
     items = [item if normalise(item.query) and asked[normalise(item.query)] == 1 else item._replace(query="")

@@ -53,9 +53,9 @@ def pick_field(raw: dict,    # a row as read
     first = lambda value: value[0] if isinstance(value, list) and value else value
     texts = [str(name) for name, value in raw.items() # no numbers
              if isinstance(first(value), str) and re.search(r"[^\W\d_]", first(value))]
-    raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)}, and one of "
-                     f"{', '.join(names)} is needed (if this is data, add a header line); say which is "
-                     f"which, such as {proposal(texts)}")
+    raise ValueError(f"field {names[0]!r} is missing; the fields are {', '.join(fields)} (if this is data, add a "
+                     f"header line), and none is called {', '.join(names)}; say which is which, such as "
+                     f"{proposal(texts)}")
 
 # %% ../../nbs/data/02_rows.ipynb #8e9fd8fb
 def is_pair(value) -> bool:

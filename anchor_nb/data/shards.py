@@ -46,7 +46,7 @@ def listing(source: str) -> tuple: # (file system, path -> what it says of the f
     files = {path: there[path] for path in sorted(there) if there[path]["type"] == "file"}
     lost = [path for path in sorted(there) if there[path]["type"] not in ("file", "directory")]
     if lost: # a link on a local disk; without a word, its rows would be missing
-        raise FileNotFoundError(f"{lost[0]} is a link to nothing; mount or mend what it points to, or remove it")
+        raise FileNotFoundError(f"{lost[0]} is a broken link; mount or restore what it points to, or remove it")
     if not files:
         raise FileNotFoundError(f"{source} holds no parquet file; check the address, in which * ? and [ ] are "
                                 "wildcards, or write shards there")

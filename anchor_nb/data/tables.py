@@ -514,7 +514,7 @@ def in_folder(path: Path) -> dict: # dataset name -> source
     for file in path.iterdir():
         if not file.name.startswith(".") and file.is_file(): refuse_foreign(file)
         if format_of(file)[0] and file.is_symlink() and not file.exists(): # its rows would be missing without a word
-            raise FileNotFoundError(f"{file} is a link to nothing; mount or mend what it points to, or remove it")
+            raise FileNotFoundError(f"{file} is a broken link; mount or restore what it points to, or remove it")
     files = sorted(filter(holds_rows, path.iterdir()), key=name_of)
     for file in files: check_name(file)
     if not files and any(map(holds_rows, (path/"data").glob("*"))):

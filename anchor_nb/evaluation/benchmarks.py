@@ -78,7 +78,7 @@ def find_task(name: str, # name of a task, or a folder, with an optional `:SPLIT
     if Path(split_off(name)[0]).is_dir() or re.search(r"[/\\]", name):
         return as_task(subset(read_retrieval(name, columns), **cut))
     if name in names():
-        raise ValueError(f"{name!r} is a benchmark and no task; ask for it as the benchmark")
+        raise ValueError(f"{name!r} is a benchmark, not a task; set benchmark={name!r} instead")
     close = near_names(name, [*near_paths(name), *LOCAL, *known], 0.6)
     fix = (f"did you mean {' or '.join(close)}?" if close else "give a folder with corpus.jsonl, queries.jsonl and "
            "qrels/test.tsv, or a task that mteb has, such as SciFact")
@@ -147,7 +147,7 @@ def use_local_copies(tasks: list,           # of mteb
     if not data_root: return list(tasks)
     data_root = Path(data_root).expanduser()
     if not data_root.is_dir():
-        raise FileNotFoundError(f"{data_root} is no folder; --data-root holds copies of data sets as "
+        raise FileNotFoundError(f"{data_root} is not a folder; --data-root holds copies of data sets as "
                                 "ORGANISATION/NAME, such as mteb/scifact")
     return [use_local_copy(task, data_root) for task in tasks]
 

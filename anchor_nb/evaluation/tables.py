@@ -37,7 +37,7 @@ def paper_tasks(benchmark: str = "paper56", # paper56, paper15 or beir14
     if benchmark == "paper15": return tuple(task for tasks in paper()["table8_subset15"].values() for task in tasks)
     if benchmark == "beir14":
         return tuple(task for task in everything if task_type(task) == "Retrieval" and task != "MSMARCO")
-    raise ValueError(f"benchmark={benchmark!r} is none of the paper's; there are paper56, paper15, beir14")
+    raise ValueError(f"benchmark={benchmark!r} is not one of the paper's; choose paper56, paper15 or beir14")
 
 # %% ../../nbs/evaluation/06_tables.ipynb #e92da104
 METRIC = {"Retrieval": "ndcg_at_10", "Reranking": "map_at_1000", "Clustering": "v_measure",
@@ -203,7 +203,7 @@ def paper_cells() -> list: # of dictionaries: table, row, column, paper (per cen
 
 # %% ../../nbs/evaluation/06_tables.ipynb #dbe716df
 def paper_backbone(base: str) -> str: # a backbone as the paper calls it, or its hub id -> the paper's name, or ""
-    "Which of the paper's backbones a model is; of Mistral-7B it does not name the checkpoint, which is our choice."
+    "Which of the paper's backbones a model is. The paper does not say which Mistral-7B it used; ours is a choice."
     return next((name for name, hub in paper()["models"].items() if base in (name, hub, MODELS.get(name))), "")
 
 # %% ../../nbs/evaluation/06_tables.ipynb #9fc391a5

@@ -159,8 +159,8 @@ def executor(folder: Path, options: dict):
     batch_file(options, folder)
     import submitit
     if not shutil.which("sbatch"):
-        raise RuntimeError("there is no sbatch here; submit from a machine of the cluster, or see the job with "
-                           "--dry-run")
+        raise RuntimeError("sbatch was not found here; submit from a machine of the cluster, or look at the job "
+                           "with --dry-run")
     made = submitit.SlurmExecutor(folder, max_num_timeout=1000)
     made.update_parameters(**with_defaults(options))
     return made

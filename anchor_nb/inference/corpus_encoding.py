@@ -371,7 +371,7 @@ def manifest_of(out) -> dict:
     except ValueError: manifest = None
     if isinstance(manifest, dict) and {"corpus", "embedder", "settings", "rows", "shards", "stamp"} <= manifest.keys():
         return manifest
-    raise ValueError(f"{path} is not of an encoded corpus, but of something else; choose another folder")
+    raise ValueError(f"{path} does not belong to an encoded corpus; choose another folder")
 
 def decisive(manifest: dict) -> dict: # what the embedder's identity says already is left out of the settings
     "What decides the content of an encoding."
@@ -432,7 +432,7 @@ def encode_corpus(corpus: str, model: str, out: str, # see `Encoding`
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #d2e4c511
 class Encoded:
-    "An encoded corpus; iterating gives (ids, vectors in fp32) of each shard. An error when it is none, or incomplete."
+    "An encoded corpus; iterating gives (ids, vectors in fp32) of each shard. Fails if it is missing or incomplete."
     def __init__(self, folder: str,      # what `encode_corpus` has written
                  unit: bool = False):    # normalise vectors to length 1, whatever checkpoint and stored type make them
         self.folder, self.unit, self.verified = Path(folder), unit, set()

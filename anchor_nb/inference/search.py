@@ -484,8 +484,8 @@ def index_of_shards(cls, embedder: AnchorEmbedder, folder: str | Path, corpus: s
                          f"{encoded.records[0]['dimension']} numbers")
     settings, contents = encoded.manifest["settings"], [source["sha256"] for source in encoded.manifest["corpus"]]
     if corpus and (settings.get("field", "") not in ("", "text") or settings.get("id_field")):
-        raise ValueError(f"{folder} was encoded with field or id_field, which are no more; encode {corpus} again with "
-                         "columns, such as columns='{text: inhalt, title: \"\"}'")
+        raise ValueError(f"{folder} was encoded with field or id_field, which were removed; encode {corpus} again "
+                         "with columns, such as columns='{text: inhalt, title: \"\"}'")
     like = next(iter(embedder.sources), "")
     documents, given = read_corpus(corpus, settings["columns"], like) if corpus else ({}, contents)
     if given != contents:

@@ -51,7 +51,8 @@ def mask_id(tokenizer, token: str = "_") -> int: # LLM2Vec: "blank", which is _
     vocabulary = tokenizer.get_vocab()
     if token not in vocabulary:
         known = next((other for other in ("_", "▁", ".", "?") if other in vocabulary), tokenizer.eos_token)
-        raise ValueError(f"masked_with={token!r} is no token of this tokenizer; choose one that is, such as {known!r}")
+        raise ValueError(f"masked_with={token!r} is not a token of this tokenizer; choose one that is, such as "
+                         f"{known!r}")
     return vocabulary[token]
 
 # %% ../../nbs/losses/02_mntp.ipynb #839f9bc8

@@ -43,7 +43,7 @@ def load_weights(folder: str, **how): # -> a causal language model
 
 # %% ../../nbs/models/10_embedder.ipynb #801af192
 def on_disk(sources: tuple) -> list: # the system's metadata of each file
-    "Metadata that shows whether the files a model was loaded from have changed; what lies `BESIDE` them may."
+    "Metadata that shows whether the files a model was loaded from have changed; files in `BESIDE` do not count."
     counts = lambda file, source: file.is_file() and not hidden(file, source) and not set(BESIDE).intersection(
         file.relative_to(source).parts)
     files = [file for source in sources if Path(source).is_dir() for file in sorted(Path(source).rglob("*"))

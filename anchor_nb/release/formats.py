@@ -285,7 +285,7 @@ def write_gguf(folder: Path, out: Path): # out: holds a folder gguf
 
 # %% ../../nbs/release/07_formats.ipynb #562ca1fd
 def check_formats(formats: list):
-    "ValueError for a format that is none, ModuleNotFoundError for one whose library is missing."
+    "ValueError for an unknown format, ModuleNotFoundError for one whose library is missing."
     if strange := [name for name in formats if name not in ("onnx", "openvino", "gguf")]:
         raise ValueError(f"format={strange[0]!r}; choose onnx, openvino or gguf")
     for name in formats: import_module(dict(onnx="onnxscript", openvino="nncf", gguf="gguf")[name])

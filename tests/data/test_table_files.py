@@ -241,7 +241,7 @@ def test_a_link_to_nothing_is_named(address, tmp_path):
     pandas.DataFrame([dict(query="a", positive="b")]).to_parquet(tmp_path/"a.parquet")
     assert len(load_pairs(address.format(tmp_path))) == 1
     (tmp_path/"b.parquet").symlink_to("/nonexistent/b.parquet")
-    with pytest.raises(FileNotFoundError, match="b.parquet is a link to nothing"): load_pairs(address.format(tmp_path))
+    with pytest.raises(FileNotFoundError, match="b.parquet is a broken link"): load_pairs(address.format(tmp_path))
 
 
 def test_a_cached_address_is_where_its_files_are(tmp_path):
@@ -287,7 +287,7 @@ def test_texts_beside_an_archive_are_searched(tmp_path):
         assert [row["text"] for _, row in table_rows(alone)] == [text]
     (tmp_path/"more.jsonl").symlink_to("/nonexistent/more.jsonl")
     (tmp_path/"site.zip").unlink()
-    with pytest.raises(FileNotFoundError, match="more.jsonl is a link to nothing"): corpus_sources(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="more.jsonl is a broken link"): corpus_sources(str(tmp_path))
 
 
 def test_a_table_named_corpus_without_queries_is_one_of_several(tmp_path):

@@ -214,8 +214,8 @@ def test_every_benchmark_with_a_description_can_be_found():
 @pytest.mark.parametrize("benchmark, tasks, message", [
     ("papr56", [], "paper56"), ("MTEB(eng, v3)", [], "MTEB"), ("", ["SciFatc"], "did you mean SciFact"),
     ("", ["emotionclasification"], "did you mean EmotionClassification"),
-    ("", ["paper56"], "is a benchmark and no task"), ("", [], "Nothing to evaluate on"), ("", ["SciFact", "SciFact"],
-                                                                                          "SciFact: named twice"),
+    ("", ["paper56"], "is a benchmark, not a task; set benchmark"), ("", [], "Nothing to evaluate on"),
+    ("", ["SciFact", "SciFact"], "SciFact: named twice"),
     ("paper56", ["STS17"], "paper56 already has its tasks"), ("", ["qqqq"], r"no task 'qqqq'; give a folder"),
     ("", ["MNIST"], "only text is embedded"),
 ])

@@ -184,7 +184,7 @@ def test_a_file_edited_meanwhile_is_noticed(tmp_path, fake, monkeypatch, suffix)
 def test_a_manifest_of_another_program_is_refused(tmp_path, fake, text):
     (tmp_path/"out").mkdir()
     (tmp_path/"out"/"manifest.json").write_text(text)
-    message = "manifest.json is not of an encoded corpus, but of something else; choose another folder"
+    message = "manifest.json does not belong to an encoded corpus; choose another folder"
     with pytest.raises(ValueError, match=message):
         encode_corpus(write_corpus(tmp_path/"corpus.jsonl", 20), "tiny", str(tmp_path/"out"))
     with pytest.raises(ValueError, match=message): Encoded(tmp_path/"out")

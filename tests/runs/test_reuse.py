@@ -73,7 +73,7 @@ def test_an_encoding_from_before_columns_goes_on_but_shows_no_other_texts(stores
     assert encode_corpus(str(folder/"corpus.jsonl"), "tiny", str(tmp_path/"shards"))["made_shards"] == 0
     assert Index.from_shards(embedder, tmp_path/"shards", str(folder/"corpus.jsonl")).texts == list(TEXTS.values())
     with_field("body")
-    with pytest.raises(ValueError, match="was encoded with field or id_field, which are no more"):
+    with pytest.raises(ValueError, match="was encoded with field or id_field, which were removed"):
         Index.from_shards(embedder, tmp_path/"shards", str(folder/"corpus.jsonl"))
 
 
