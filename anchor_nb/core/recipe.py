@@ -115,8 +115,8 @@ class Training(Recipe):
     optimizer: str = setting("adamw", "adamw, or adamw_8bit with smaller states (pip install 'anchor_nb[8bit]')",
                              "authors' code: AdamW", ("adamw", "adamw_8bit"), group="optimizer")
     weight_decay: float = setting(0.0, "AdamW weight decay", "authors' code: 0", group="optimizer", bound=">=0")
-    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", "authors' code: 1.0", group="optimizer",
-                                   bound=">=0")
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: not clipped", "authors' code: 1.0",
+                                   group="optimizer", bound=">=0")
     precision: str = setting("auto", "auto: bf16 with fp32 weights on a GPU; on a CPU the faster of fp32 and bf16",
                              "ours; the authors' code trains pure bf16 weights",
                              ("auto", "fp32", "bf16", "pure_bf16", "fp64"), group="optimizer")

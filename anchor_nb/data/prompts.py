@@ -152,6 +152,7 @@ class Tokens(NamedTuple):
     start: int  # where the content begins
     stop: int   # where it ends: at the tail, or at the cut
     pooled: int = 0 # how many of the tokens before [EOS] were added to pool over
+    plain: list | None = None # the content as it is without an instruction, where that is known to be the same text
 
     @property
     def content(self) -> list:

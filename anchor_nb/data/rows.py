@@ -100,6 +100,8 @@ def teacher_scores(raw: dict, positives: int, negatives: int) -> tuple: # (score
     pick = lambda *names: next(((name, raw[name]) for name in names if raw.get(name) not in (None, [])), None)
     sides = pick("positive_scores", "pos_scores"), pick("negative_scores", "neg_scores")
     if scores := pick("scores"):
+        if more := [side[0] for side in sides if side]:
+            raise ValueError(f"fields 'scores' and {more[0]!r} both give a teacher's scores; leave one of them out")
         if not isinstance(scores[1], (list, tuple)) or positives != 1:
             raise ValueError("field 'scores' must list the positive's score and then each negative's; use "
                              "positive_scores and negative_scores for rows with several positives")
@@ -438,9 +440,36 @@ def examples(table,             # datasets.Dataset of the batch's dataset
     return chosen if ranks == 1 else [chosen[n] for n in deal([characters(e) for e in chosen], rank, ranks)]
 
 # %% ../../nbs/data/02_rows.ipynb #629608d9
+def keys_of(table, rows) -> Iterator: # of sets of texts, for each of these rows
+    "A row's query and positives, without case and spacing."
+    some = table.select(rows)
+    parts = ([dict(query=some["query"], positives=some["positives"])] if isinstance(some, RowTable)
+             else some.select_columns(["query", "positives"]).iter(10_000))
+    for part in parts:
+        for query, positives in zip(part["query"], part["positives"]):
+            yield {" ".join(text.casefold().split()) for text in (query, *positives)}
+
+def swapped(keys: list,        # of each row: its texts
+            order: np.ndarray, # [rows] the row that each is to have the documents of
+            *key,
+           ) -> int:           # how many rows had to
+    "Let rows that would keep a text of their own swap with others, in place; ValueError where none fits."
+    strange, draw, swaps = lambda row, other: keys[row].isdisjoint(keys[order[other]]), generator(*key), 0
+    for row in [row for row in range(len(keys)) if not strange(row, row)]:
+        if strange(row, row): continue # it has swapped with one before it
+        fits = (other for other in draw.integers(len(keys), size=256).tolist()
+                if strange(row, other) and strange(other, row))
+        if (other := next(fits, None)) is None:
+            raise ValueError(f"pairing=strangers finds no other document for the query of row {row}, since too many "
+                             "rows share a text with it; remove rows that repeat a text")
+        order[[row, other]] = order[[other, row]]
+        swaps += 1
+    return swaps
+
+# %% ../../nbs/data/02_rows.ipynb #fb8e2842
 def strangers(table, # datasets.Dataset with the columns of `load_source`
               seed: int,
-             ):      # -> datasets.Dataset
+             ) -> tuple: # (datasets.Dataset, how many rows had to swap)
     "Every query with the documents of another row; ValueError for a table of one row, and for a stream."
     if isinstance(table, Stream):
         raise ValueError("pairing=strangers needs tables whose rows are all at hand; copy the shards into a "
@@ -448,13 +477,15 @@ def strangers(table, # datasets.Dataset with the columns of `load_source`
     if len(table) < 2:
         raise ValueError("pairing=strangers needs at least two rows")
     shift = int(generator("strangers", seed).integers(1, len(table)))
+    order = (np.arange(len(table)) + shift) % len(table)
+    swaps = swapped([set(map(hash, texts)) for texts in keys_of(table, range(len(table)))], order, "swapped", seed)
     theirs = [name for name in table.column_names if name not in ("query", "instruction")]
     if isinstance(table, RowTable):
-        others = table.rows[shift:] + table.rows[:shift]
-        return RowTable([row | {name: other[name] for name in theirs} for row, other in zip(table.rows, others)])
+        return RowTable([row | {name: other[name] for name in theirs}
+                         for row, other in zip(table.rows, table.select(order))]), swaps
     import datasets
-    moved = table.select((np.arange(len(table)) + shift) % len(table)).select_columns(theirs).flatten_indices()
-    return datasets.concatenate_datasets([table.select_columns(["query", "instruction"]), moved], axis=1)
+    moved = table.select(order).select_columns(theirs).flatten_indices()
+    return datasets.concatenate_datasets([table.select_columns(["query", "instruction"]), moved], axis=1), swaps
 
 # %% ../../nbs/data/02_rows.ipynb #b1f00c07
 def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, last row + 1)
@@ -466,30 +497,32 @@ def looked_at(batches: Batches, name: str, count: int) -> tuple: # (first row, l
     return max(0, end - max(groups[number], 16*count)), end
 
 # %% ../../nbs/data/02_rows.ipynb #7393aaa7
-def keys_of(table, rows) -> Iterator: # of sets of texts, for each of these rows
-    "A row's query and positives, without case and spacing."
-    some = table.select(rows)
-    parts = ([dict(query=some["query"], positives=some["positives"])] if isinstance(some, RowTable)
-             else some.select_columns(["query", "positives"]).iter(10_000))
-    for part in parts:
-        for query, positives in zip(part["query"], part["positives"]):
-            yield {" ".join(text.casefold().split()) for text in (query, *positives)}
+def apart(rows, keys, met: set, # keys: of each row; met: grows by those of the rows taken
+          most: int) -> np.ndarray:
+    "The first `most` rows that share no text with what was met, nor with each other."
+    taken = []
+    for row, texts in zip(rows, keys):
+        if len(taken) == most: break
+        if not texts.isdisjoint(met): continue
+        taken.append(row)
+        met |= texts
+    return np.array(taken, int)
 
-def unlike(table, rows, trained, drawn) -> list: # drawn: rows of the table `trained`
-    "Of `rows` those that share no text with a row that is drawn."
-    mine, met = list(keys_of(table, rows)), set()
-    wanted = set().union(*mine)
-    for keys in keys_of(trained, drawn if wanted else []): met |= keys & wanted
-    return [row for row, keys in zip(rows, mine) if not keys & met]
+def met_in(trained: dict, drawn: dict, wanted: set) -> set: # drawn: name -> rows of the table in `trained`
+    "Those texts that the drawn rows have too."
+    met = set()
+    for name, rows in drawn.items() if wanted else ():
+        for keys in keys_of(trained[name], rows): met |= keys & wanted
+    return met
 
 # %% ../../nbs/data/02_rows.ipynb #3246fff4
 def kept_out(tables: dict, names: list, count: int,
-             seed: int) -> tuple: # (tables without them, name -> [rows] of the old)
-    """Take about `count` pairs out of the datasets in `names`, as many from each, and what shares a text with them.
+             seed: int) -> tuple: # (tables without them, name -> [rows] of the old, rows that another dataset took)
+    """Take about `count` pairs out of the datasets in `names`, as many from each, and what shares a text with any.
 
     ValueError where that is over a tenth, or leaves less than half of a dataset.
     """
-    share, rest, kept = -(-count//max(1, len(names))), dict(tables), {}
+    share, rest, kept, elsewhere = -(-count//max(1, len(names))), dict(tables), {}, 0
     for name in names if count else ():
         if isinstance(tables[name], Stream):
             raise ValueError(f"held_out={count} cannot take rows out of {name}, which is read in place; leave a shard "
@@ -497,19 +530,26 @@ def kept_out(tables: dict, names: list, count: int,
         if share*10 > len(tables[name]):
             raise ValueError(f"held_out={count} takes {share} of the {len(tables[name])} pairs of {name}; keep at most "
                              "a tenth out of training")
-        order = generator("held out", seed, name).permutation(len(tables[name]))
-        kept[name], left = np.sort(order[:share]), np.sort(order[share:])
-        seen = set().union(*keys_of(tables[name], kept[name]))
-        left = [row for row, keys in zip(left.tolist(), keys_of(tables[name], left)) if not keys & seen]
+        kept[name] = np.sort(generator("held out", seed, name).permutation(len(tables[name]))[:share])
+    seen = {name: set().union(*keys_of(tables[name], rows)) for name, rows in kept.items()}
+    of_all = set().union(*seen.values())
+    for name, rows in kept.items():
+        others, left = np.setdiff1d(np.arange(len(tables[name])), rows), []
+        for row, keys in zip(others.tolist(), keys_of(tables[name], others)):
+            if keys.isdisjoint(of_all): left.append(row)
+            else: elsewhere += keys.isdisjoint(seen[name])
         if 2*len(left) < len(tables[name]):
             raise ValueError(f"held_out={count}: of the {len(tables[name])} pairs of {name} only {len(left)} share no "
                              "text with a pair kept out; keep fewer, or a table of your own, and set held_out=0")
         rest[name] = tables[name].select(left)
-    return rest, kept
+    return rest, kept, elsewhere
 
 def undrawn(batches: Batches, steps: int, names: list, count: int,
             tables: dict = {}, trained: dict = {}) -> dict: # name -> [rows]; the texts of both are compared too
-    "About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left."
+    """About `count` rows that a run of so many steps never draws, as many from each dataset; fewer where few are left.
+
+    Where the texts are compared, none is drawn with another row either, and no two rows share one.
+    """
     spans = {name: looked_at(batches, name, count) for name in names}
     used = {name: np.zeros(last - first, bool) for name, (first, last) in spans.items()}
     for step in range(steps):
@@ -518,9 +558,10 @@ def undrawn(batches: Batches, steps: int, names: list, count: int,
         used[batch.dataset][batch.rows[(batch.rows >= first) & (batch.rows < last)] - first] = True
         if all(map(np.all, used.values())): break
     share = -(-count//len(names))
-    def pick(name):
-        left = generator("carry", batches.seed, name).permutation(np.flatnonzero(~used[name]))
-        if name in tables and name not in batches.groups: # of which all rows are at hand
-            left = unlike(tables[name], left[:64*share], trained[name], np.flatnonzero(used[name]))
-        return np.sort(left[:share]).astype(int) + spans[name][0]
-    return {name: pick(name) for name in names}
+    left = {name: generator("carry", batches.seed, name).permutation(np.flatnonzero(~used[name])) for name in names}
+    here = [name for name in names if name in tables and name not in batches.groups] # all of whose rows are at hand
+    keys = {name: list(keys_of(tables[name], left[name][:64*share])) for name in here}
+    met = met_in(trained, {name: np.flatnonzero(used[name]) for name in here},
+                 set().union(*[texts for of_rows in keys.values() for texts in of_rows]))
+    left |= {name: apart(left[name], keys[name], met, share) for name in here}
+    return {name: np.sort(left[name][:share]) + spans[name][0] for name in names}

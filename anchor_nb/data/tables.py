@@ -316,6 +316,19 @@ def listed(named) -> list:
     "What `columns` gives a field, as a list."
     return named if isinstance(named, list) else [named]
 
+def scored(ours: str, columns: dict) -> list: # of theirs; empty for other fields than scores
+    "The columns of the texts that a field of scores is about, in the order in which a row lists the texts."
+    negatives = sorted((name for name in columns if "neg" in name and not name.endswith("scores")),
+                       key=lambda name: (not name.startswith("hard"), len(name), name))
+    sides = dict(positive_scores=["positive"], negative_scores=negatives, scores=["positive", *negatives])
+    return [theirs for name in sides.get(ours, ()) for theirs in listed(columns.get(name) or [])]
+
+def joined(raw: dict, named: list, texts: list) -> list: # texts: as `scored` gives them
+    "The values of several columns, without those that are null; a score goes with its text, so that none moves up."
+    beside = texts if len(texts) == len(named) else named
+    values = [raw.get(name) for name, text in zip(named, beside) if raw.get(text) is not None]
+    return values if any(value is not None for value in values) else []
+
 def renamed(raw, columns: dict, required: tuple = ()): # columns: our name -> theirs, a list of theirs, or "" to hide it
     "A row under our names; ValueError lists its fields when it has none of the name given for a `required` one."
     if not columns or not isinstance(raw, dict): return raw
@@ -325,7 +338,7 @@ def renamed(raw, columns: dict, required: tuple = ()): # columns: our name -> th
         if ours in required and not {*listed(named)} <= raw.keys():
             raise ValueError(f"columns says {ours} is {named!r}, and the row has {', '.join(map(str, raw))}; correct "
                              "the name")
-        if isinstance(named, list): row[ours] = [raw[name] for name in named if raw.get(name) is not None]
+        if isinstance(named, list): row[ours] = joined(raw, named, scored(ours, columns))
         elif named in raw: row[ours] = raw[named]
     return row
 

@@ -105,7 +105,7 @@ def contrastive_batch(examples: list, # of (query, positive, [negatives]), all `
     "Collect one rank's texts, padded where other ranks have more examples or negatives."
     queries, positives = [list(side) for side in zip(*[e[:2] for e in examples])]
     candidates, most = positives + [tokens for e in examples for tokens in e[2]], most or len(examples)
-    key = lambda tokens: text_key(tokens.content)
+    key = lambda tokens: text_key(tokens.content if tokens.plain is None else tokens.plain)
     keys, owners = [key(t) for t in queries + candidates], [key(q) for q in queries]
     filled = lambda numbers, length, filler=-1: numbers + [filler]*(length - len(numbers))
     size, places = most*(1 + negatives), count(len(queries))

@@ -23,7 +23,8 @@ from .last_layer import is_short, shorten_last_layer
 # %% ../../nbs/models/03_backbone.ipynb #198d1d51
 def positions_of(trunk: nn.Module, packed: Packed) -> Tensor: # [tokens]
     "Positions as a model counts them: RoBERTa's begin behind that of padding. ValueError for a text beyond its table."
-    table = getattr(getattr(trunk, "embeddings", None), "position_embeddings", None)
+    gpt2s = getattr(trunk, "wpe", None)
+    table = getattr(getattr(trunk, "embeddings", None), "position_embeddings", gpt2s)
     if not isinstance(table, nn.Embedding): return packed.positions
     first = 0 if table.padding_idx is None else table.padding_idx + 1
     if packed.longest > (most := table.num_embeddings - first):
@@ -172,10 +173,12 @@ def looks_both_ways(folder: str, bidirectional: bool | None = None) -> bool: # b
 def takes_attention(folder):
     "A context for building a model; ValueError, in our wording, when its class has custom attention."
     try: yield
-    except ValueError as error:
-        if "does not support an attention implementation" not in str(error):
+    except (KeyError, ValueError) as error:
+        named = str(error).startswith("'packed_") # Falcon looks the name up among its own
+        if not named and "does not support an attention implementation" not in str(error):
             raise
-        raise ValueError(f"{folder}: {str(error).split()[0]} brings attention of its own, which can neither keep texts "
+        name = "this model" if named else str(error).split()[0]
+        raise ValueError(f"{folder}: {name} brings attention of its own, which can neither keep texts "
                          "of a packed row apart nor look both ways; take a model such as Llama, Qwen 3, Mistral or "
                          "Gemma 3") from None
 

@@ -17,7 +17,8 @@ from ..core.recipe import RECIPES, Stage2, Training
 from ..core.settings import default
 from ..data.corpora import training_instructions
 from ..data.prompts import stored_facts
-from ..data.rows import Batch, Batches, Stream, examples, kept_out, load_pairs, strangers, undrawn
+from ..data.rows import (Batch, Batches, Stream, apart, examples, keys_of, kept_out, load_pairs, strangers,
+                                 undrawn)
 from ..data.tables import RowTable, content_hash, find_sources
 from ..losses.carry import GROUP
 from ..losses.contrastive import sizes_of
@@ -173,12 +174,13 @@ def measured_pairs(inputs, whole: dict, kept: dict) -> tuple: # (list of `Exampl
     recipe = inputs.recipe
     count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
     if not count: return [], True
-    rows = kept or undrawn(inputs.batches, recipe.steps, inputs.drawn, count, inputs.own,
-                           inputs.tables)
+    met = set() # another's anchor must be that of another document
+    rows = {name: apart(rows, keys_of(whole[name], rows), met, count) for name, rows in kept.items()} or undrawn(
+        inputs.batches, recipe.steps, inputs.drawn, count, inputs.own, inputs.tables)
     # a handful that is left over must not judge the whole run
     fresh = sum(map(len, rows.values())) >= (2 if kept else min(count, GROUP))
     tables = whole if kept and fresh else inputs.own
-    if not fresh: rows = undrawn(inputs.batches, 0, inputs.drawn, count)
+    if not fresh: rows = undrawn(inputs.batches, 0, inputs.drawn, count, inputs.own, inputs.tables)
     pairs = [example for name in inputs.drawn
              for example in examples(tables[name], Batch(name, rows[name], 0), inputs.instructions)]
     return pairs if len(pairs) > 1 else [], fresh
@@ -197,10 +199,13 @@ class Inputs(Resolved):
         whole = load_pairs(sources, columns=recipe.columns)
         self.data = {name: dict(sha256=hashes[name], rows=len(whole[name])) for name in sources} # for the manifest
         self.drawn = [name for name in whole if recipe.ratios.get(name, 1) > 0] # the datasets that are used
-        self.tables, kept = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed) # name -> rows
-        self.own = dict(self.tables) # on which the control is measured too
-        if getattr(recipe, "pairing", "own") == "strangers":
-            self.tables |= {name: strangers(self.tables[name], recipe.seed) for name in self.drawn}
+        self.tables, kept, elsewhere = kept_out(whole, self.drawn, getattr(recipe, "held_out", 0), recipe.seed)
+        self.own, swaps = dict(self.tables), 0 # on which the control is measured too
+        for name in self.drawn if getattr(recipe, "pairing", "own") == "strangers" else ():
+            self.tables[name], more = strangers(self.tables[name], recipe.seed)
+            swaps += more
+        # until 30 November 2026 such rows were trained on as they were; runs without any are the same
+        self.revised = {name: 2 for name, count in dict(held_out=elsewhere, strangers=swaps).items() if count}
         self.looked = looked_through({name: self.tables[name] for name in self.drawn})
         super().__init__(recipe)
         self.apply_preset()
@@ -258,7 +263,7 @@ class Record:
         self.instructions = instructions_given(drawn, inputs.instructions) if first else {} # of queries
         # content of all else that the recipe reads; the first rank reads for all
         self.inputs = inputs_beside(inputs.recipe, inputs.data) if first else {}
-        self.engine = engine_of(inputs.stage)        # numbers of the code that decides results
+        self.engine = engine_of(inputs.stage) | inputs.revised # numbers of the code that decides results
         self.recipe = settings_of(inputs.recipe)     # the settings that decide results
 
 # %% ../../nbs/training/08_inputs.ipynb #dd8b0bc1
@@ -273,15 +278,15 @@ def changes_of(before: dict, record: Record) -> str: # empty: the same run
             kinds.get(name, ""), record.recipe.get(name, ""), content, before.get("inputs", {}).get(name))]:
         return (f"was made with another content of {', '.join(changed)}; put the old files back, choose another out, "
                 "or delete it")
-    if before.get("engine") != record.engine:
-        return ("was made by a version of this package that trains otherwise; choose another out, or resume with that "
-                "version")
     # a setting that is younger than the run had its default
     there = {f.name: default(f) for f in fields(RECIPES[record.stage])} | before["recipe"]
     changed = [f"{name} is {there[name]!r} there and {value!r} here" for name, value in record.recipe.items()
                if not same_place(kinds.get(name), there[name], value)]
     fix = "choose another out, or delete that folder to start over"
-    return f"is of another run: {'; '.join(changed)}; {fix}" if changed else ""
+    if changed: return f"is of another run: {'; '.join(changed)}; {fix}"
+    if before.get("engine") == record.engine: return ""
+    return ("was made by a version of this package that trains otherwise; choose another out, or resume with that "
+            "version")
 
 def check_same_run(out: Path, record: Record):
     "ValueError where a run folder holds a checkpoint or a model of another recipe, other inputs or other code."

@@ -259,10 +259,14 @@ def compared(kept: dict) -> str: # of a manifest; empty where a run kept none
     told = f"forecast {in_time(kept['seconds'])}" if kept["seconds"] else "no forecast"
     return f"trained in {in_time(kept['actual_seconds'])}, {told}"
 
-def unlearned(rows: list) -> str: # rows: of stage II's metrics.jsonl; empty where the loss has fallen
+def unlearned(rows: list, recipe) -> str: # rows: of stage II's metrics.jsonl; empty where the loss has fallen
     "A warning where the loss ended as high as that of a model that gives every text the same vector."
+    more = (recipe.distillation != "none", recipe.sigreg, recipe.matryoshka_dims, recipe.both_directions,
+            recipe.margin != "none")
+    if any(more): return "" # a loss of which that value is not known
     last = rows[-max(1, len(rows)//10):]
-    loss, chance = np.mean([row["loss"] for row in last]), np.mean(np.log([row["candidates"] for row in last]))
+    loss = np.mean([row["loss"] for row in last])
+    chance = recipe.contrastive_weight*np.mean(np.log([row["candidates"] for row in last]))
     if loss < 0.97*chance: return ""
     return (f"little or nothing was learned: the loss ended at {loss:.2f}, and a model that gives every text the same "
             f"vector has {chance:.2f}\ntry another learning rate, or more steps")

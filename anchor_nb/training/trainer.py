@@ -347,7 +347,7 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
     facts = dict(data=inputs.data, steps=trainer.state.global_step, precision=inputs.precision, processes=world()[1],
                  parameters=sum(p.numel() for p in module.parameters()),
                  trainable=sum(p.numel() for p in module.parameters() if p.requires_grad), last=trainer.facts,
-                 forecast=expected)
+                 forecast=expected, keep_every=trainer.keep[1])
     if inputs.commit: facts["commit"] = inputs.commit # of the model on the hub that the run started from
     if trainer.carrying: facts |= dict(carried=trainer.carrying.last, carried_seconds=trainer.carrying.seconds)
     with saving(out/".model", "the finished model", clean=trainer.is_world_process_zero()):
@@ -362,11 +362,13 @@ def finish(trainer: AnchorTrainer, inputs: Inputs, save,
     return facts
 
 # %% ../../nbs/training/09_trainer.ipynb #5197504d
-def finished(out: Path, keep_every: int) -> dict | None: # facts, as `finish` gives them; None: it is not
+def finished(out: Path) -> dict | None: # facts, as `finish` gives them; None: it is not
     "What a finished run says of itself."
     if not (out/"model"/"facts.json").exists() or not has_weights(out/"model"): return None
-    drop_checkpoints(out, keep_every=keep_every) # of a run that was killed between its last breaths
-    return json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
+    facts = json.loads((out/"model"/"facts.json").read_text(encoding="utf-8"))
+    # of a run that was killed between its last breaths; of an older one nobody knows which it kept
+    if "keep_every" in facts: drop_checkpoints(out, keep_every=facts["keep_every"])
+    return facts
 
 # %% ../../nbs/training/09_trainer.ipynb #75634052
 def train(recipe: Training) -> dict[str, Any]:
@@ -389,7 +391,7 @@ def train(recipe: Training) -> dict[str, Any]:
     inputs.compute_in(inputs.begun.get("precision", "auto"))
     out, record = inputs.out, Record(inputs)
     check_same_run(out, record)
-    if facts := finished(out, inputs.recipe.keep_every): return facts
+    if facts := finished(out): return facts
     args = training_arguments(inputs.recipe)
     if inputs.precision == "auto":
         inputs.compute_in(choose_precision(inputs.config))
@@ -398,7 +400,7 @@ def train(recipe: Training) -> dict[str, Any]:
     first = world()[0] == 0
     with locked(out) if first else nullcontext():
         # another process may have finished it since
-        if facts := of_first_rank(finished(out, inputs.recipe.keep_every) if first else None): return facts
+        if facts := of_first_rank(finished(out) if first else None): return facts
         save = saver(inputs.formatter, record)
         checkpoint = of_first_rank(newest_checkpoint(out) if first else None)
         announce("loading", inputs.name)

@@ -121,7 +121,7 @@ def test_loading_says_which_way(tmp_path):
     assert load_backbone(str(tmp_path/"both"), bidirectional=False).config.is_causal is True
 
 
-@pytest.mark.parametrize("family", ["bloom", "mamba", "gptj"])
+@pytest.mark.parametrize("family", ["bloom", "mamba", "gptj", "falcon"])
 def test_a_model_with_attention_of_its_own_is_refused(tmp_path, family):
     sizes = {name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **dict(rotary_dim=4) if family == "gptj"
