@@ -403,7 +403,7 @@ def check_keep(folder: str | Path) -> Path: # expanded
 
 def check_writable(folder: Path):
     "ValueError or OSError where an index cannot be written to a folder, before a corpus is encoded for it."
-    check_replaceable(target := folder.resolve())
+    target = check_replaceable(folder)
     try:
         with scratch(target.parent, target.name): pass # restores what a killed process had moved aside
     except OSError as error:

@@ -43,8 +43,10 @@ def plain(text: str, most: int = 0) -> str: # most: characters; 0: all
 # %% ../../nbs/release/06_serving.ipynb #1d9e580d
 def short_names(models: list) -> list: # paths -> names
     "What to call the models on the page."
-    names = [([part for part in Path(model).parts if part != "model"] or [model])[-1] for model in models]
-    return names if len(set(names)) == len(names) else list(models)
+    last = lambda model: ([part for part in Path(model).parts if part != "model"] or [model])[-1]
+    models = [model if last(model).strip(".") else str(Path(model).resolve()) for model in models] # . and .. are none
+    names = list(map(last, models))
+    return names if len(set(names)) == len(names) else models
 
 def training_stages(folder: str) -> list: # what `save_layout` recorded at each stage, the latest first
     "The stages behind a checkpoint, as far back as its bases are on this machine."
