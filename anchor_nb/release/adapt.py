@@ -46,7 +46,7 @@ from ..runs.manifest import command_line, finish_run, read_manifest, start_run
 from ..training.encoders import MINI, SEARCHED, opened as open_encoder, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 18 # raised when a step comes to make something else of the same inputs
+MADE = 19 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -83,7 +83,7 @@ def read_step(recipe: Adapt, part: Path) -> dict:
     "Documents as passages; ValueError for too few documents."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
     if skipped: announce(left_out(skipped))
-    passages, repeats = passages_of(documents, recipe.words)
+    passages, repeats = passages_of(documents, recipe.words, titled=bool(recipe.pairs))
     kept = len({passage.document for passage in passages})
     if kept < FEWEST["documents"]:
         raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and some must "
@@ -368,7 +368,7 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, test set and negatives."
     read = steps.run("read", lambda part: read_step(recipe, part),
                      documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
-                     words=recipe.words, readers=readers())
+                     words=recipe.words, titled=bool(recipe.pairs), readers=readers())
     made = [(steps.folder("read")/f"{name}.jsonl").read_bytes() for name in ("passages", "repeats", "links")]
     steps.keys["read"] = hashlib.sha256(b"\n".join(made)).hexdigest() # files that were left out decide nothing
     passages = passages_in(steps)
@@ -792,7 +792,7 @@ def outlook(recipe: Adapt) -> list: # of lines
     "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
     recipe = checked(recipe)
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
-    passages, repeats = passages_of(documents, recipe.words)
+    passages, repeats = passages_of(documents, recipe.words, titled=bool(recipe.pairs))
     lines = [outlook_row("read", f"{len(documents):,} documents, {len(passages):,} passages")]
     if skipped: lines.append(outlook_row("", left_out(skipped)))
     if recipe.pairs:
