@@ -384,12 +384,16 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     "Load the models, and encode the corpus with each."
     from anchor_nb.inference.corpus_encoding import cut_of
     from anchor_nb.inference.decoding import rules_of
-    from anchor_nb.inference.search import bm25_weight, check_keep, check_weight, open_index, trained_instruction
+    from anchor_nb.inference.search import (bm25_weight, check_keep, check_weight, is_index, open_index,
+                                            trained_instruction)
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.loading import kept_recipe
     from anchor_nb.models.resolve import find_model
     check_weight(bm25 or 0.0, 1)
     names, folders = short_names(models), [find_model(model) for model in models]
+    if keep and is_index(keep):
+        raise ValueError(f"{keep} is itself an index, such as search keeps, and this keeps a folder for each model in it; "
+                         "name another folder")
     places = [keep and check_keep(str(Path(keep)/name.replace("/", "-"))) for name in names]
     weights = [bm25_weight(folder) if bm25 is None else bm25 for folder in folders]
     embedders = [AnchorEmbedder.from_pretrained(folder, **how) for folder in folders] # before a corpus is encoded
