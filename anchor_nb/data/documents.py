@@ -416,7 +416,8 @@ def known_passages(folder: Path, stamps: tuple, words: int, titled: bool) -> Pat
     "Files are not read and cut twice while they are the same."
     documents, skipped = read_documents(str(folder))
     if skipped: announce(left_out(skipped))
-    rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages_of(documents, words, titled=titled)[0], titled))
+    passages, _ = passages_of(documents, words, titled=titled)
+    rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages, titled))
     content = hashlib.sha256(rows.encode()).hexdigest()[:16]
     return write_text(cache_dir()/"passages"/content/f"{folder.resolve().name}.jsonl", rows)
 

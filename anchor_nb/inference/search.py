@@ -402,8 +402,8 @@ def check_keep(folder: str | Path) -> Path: # expanded
         raise ValueError(f"{folder} exists and holds no index; name a new folder")
     files = (MANIFEST, RECORD, "vectors.npy", "documents.jsonl")
     if more := sorted(path.name for path in folder.glob("[!.]*") if path.name not in files):
-        raise ValueError(f"{folder} holds {more[0]} beside an index, which would be lost when that is replaced; move it "
-                         "away, or name another folder")
+        raise ValueError(f"{folder} holds {more[0]} beside an index, which would be lost when that is replaced; move "
+                         "it away, or name another folder")
     return folder
 
 def check_writable(folder: Path):

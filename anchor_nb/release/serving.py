@@ -392,8 +392,8 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     check_weight(bm25 or 0.0, 1)
     names, folders = short_names(models), [find_model(model) for model in models]
     if keep and is_index(keep):
-        raise ValueError(f"{keep} is itself an index, such as search keeps, and this keeps a folder for each model in it; "
-                         "name another folder")
+        raise ValueError(f"{keep} is itself an index, such as search keeps, and this keeps a folder for each model in "
+                         "it; name another folder")
     places = [keep and check_keep(str(Path(keep)/name.replace("/", "-"))) for name in names]
     weights = [bm25_weight(folder) if bm25 is None else bm25 for folder in folders]
     embedders = [AnchorEmbedder.from_pretrained(folder, **how) for folder in folders] # before a corpus is encoded
