@@ -106,6 +106,19 @@ def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], da
                           f"Two models query by query: anchor-nb compare A B --ledger {quote(str(out))}",
                           f"All of it on a page: anchor-nb report {quote(str(out))}")
 
+# %% ../../nbs/cli/03_scoring.ipynb #9a6efcb9
+def check_content(model: str, label: str, ledger: Path, rows: list): # rows: of the label; no run: what adapt delivers
+    "ValueError where the evaluations behind some scores have recorded other content than a model's folder has."
+    from anchor_nb.runs.identity import run_content, same_content
+    if not rows or not Path(model).is_dir() or not (ledger/"evaluations.jsonl").is_file(): return
+    behind = {row.get("evaluation") for row in rows}
+    scored = {facts.get("inputs", {}).get(f"models.{label}") for facts in read_rows(ledger/"evaluations.jsonl")
+              if facts.get("id") in behind} - {None}
+    content = run_content(model) if scored else ""
+    if scored and not any(same_content("run", model, content, recorded) for recorded in scored):
+        raise ValueError(f"the scores of {label} in {ledger} are not those of {model}, whose files are others; repeat "
+                         "`anchor-nb evaluate`, or add --task")
+
 # %% ../../nbs/cli/03_scoring.ipynb #99b7d2ed
 def check_scored(model: str, ledger: Path):
     "ValueError where the scores under a model's label are those of another run, or of a folder with other content."
@@ -126,18 +139,6 @@ def check_scored(model: str, ledger: Path):
     if there and (run/"run.json").resolve() not in of:
         raise ValueError(f"the scores of {label} in {ledger} are those of {there[0]}, not of {model}; add --task to "
                          "score both")
-
-def check_content(model: str, label: str, ledger: Path, rows: list): # rows: of the label; no run: what adapt delivers
-    "ValueError where the evaluations behind some scores have recorded other content than a model's folder has."
-    from anchor_nb.runs.identity import run_content, same_content
-    if not rows or not Path(model).is_dir() or not (ledger/"evaluations.jsonl").is_file(): return
-    behind = {row.get("evaluation") for row in rows}
-    scored = {facts.get("inputs", {}).get(f"models.{label}") for facts in read_rows(ledger/"evaluations.jsonl")
-              if facts.get("id") in behind} - {None}
-    content = run_content(model) if scored else ""
-    if scored and not any(same_content("run", model, content, recorded) for recorded in scored):
-        raise ValueError(f"the scores of {label} in {ledger} are not those of {model}, whose files are others; repeat "
-                         "`anchor-nb evaluate`, or add --task")
 
 def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FOLDER:LABEL or a model -> Side
     "Where the scores of one side of a comparison are; ValueError names the labels to choose from."
