@@ -158,6 +158,7 @@ def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FO
         raise ValueError(f"{text} holds the scores of {', '.join(trained) or 'no model'}; write {text}:LABEL")
     return Side(trained[0], Path(text))
 
+# %% ../../nbs/cli/03_scoring.ipynb #c8a06680
 @app.command("compare", rich_help_panel=SCORE)
 def compare(a: argument(str, "a label of the ledger, the folder of an evaluation (FOLDER:LABEL), or a model"),
             b: argument(str, "the other, likewise; bm25 and minilm are labels too"),

@@ -83,8 +83,8 @@ class Answers:
 
     def best(self, query: str, numbers: list) -> int:
         "The passage of several that shares most words with a query, of equal texts by their titles; else the first."
-        scores, words = self.shared(query) if numbers[1:] else {}, set(re.findall(r"\w+", plain(query)))
-        return numbers[0] if len(numbers) == 1 else max(numbers, key=lambda number: (scores[number], len(words & self.above[number])))
+        scores, words = self.shared(query) if numbers[1:] else Counter(), set(re.findall(r"\w+", plain(query)))
+        return max(numbers, key=lambda number: (scores[number], len(words & self.above[number])))
 
     def find(self, query: str, answer: str): # -> number of a passage, or None
         "The passage that an answer names, equals, lies in, or covers."
