@@ -106,18 +106,32 @@ def evaluate(places: Models = [], benchmark: Benchmark = "", task: Task = [], da
                           f"Two models query by query: anchor-nb compare A B --ledger {quote(str(out))}",
                           f"All of it on a page: anchor-nb report {quote(str(out))}")
 
+# %% ../../nbs/cli/03_scoring.ipynb #9a6efcb9
+def check_content(model: str, label: str, ledger: Path, rows: list): # rows: of the label; no run: what adapt delivers
+    "ValueError where the evaluations behind some scores have recorded other content than a model's folder has."
+    from anchor_nb.runs.identity import run_content, same_content
+    if not rows or not Path(model).is_dir() or not (ledger/"evaluations.jsonl").is_file(): return
+    behind = {row.get("evaluation") for row in rows}
+    scored = {facts.get("inputs", {}).get(f"models.{label}") for facts in read_rows(ledger/"evaluations.jsonl")
+              if facts.get("id") in behind} - {None}
+    content = run_content(model) if scored else ""
+    if scored and not any(same_content("run", model, content, recorded) for recorded in scored):
+        raise ValueError(f"the scores of {label} in {ledger} are not those of {model}, whose files are others; repeat "
+                         "`anchor-nb evaluate`, or add --task")
+
 # %% ../../nbs/cli/03_scoring.ipynb #99b7d2ed
 def check_scored(model: str, ledger: Path):
-    "ValueError where the scores under a model's label are those of another run."
+    "ValueError where the scores under a model's label are those of another run, or of a folder with other content."
     from anchor_nb.release.lineage import run_folder
     from anchor_nb.runs.ledger import latest
     run, label, path = run_folder(model), model_label(model), ledger/"ledger.jsonl"
-    rows = latest(read_rows(path)) if run and path.is_file() else []
+    rows = latest(read_rows(path)) if path.is_file() else []
+    if not run: return check_content(model, label, ledger, [row for row in rows if row["label"] == label])
     rows = [row for row in rows if row["label"] == label and row.get("manifest")]
-    begun = read_json(run/"run.json").get("starts", [])[:1] if run else []
+    begun = read_json(run/"run.json").get("starts", [])[:1]
     if any([row.get("run")] == begun for row in rows): return # whatever its folder is called now
     of = {Path(row["manifest"]).resolve() for row in rows}
-    here = [row for row in rows if run and Path(row["manifest"]).resolve() == (run/"run.json").resolve()]
+    here = [row for row in rows if Path(row["manifest"]).resolve() == (run/"run.json").resolve()]
     if here and all(row.get("run") for row in here):
         raise ValueError(f"the scores of {label} in {ledger} are from before {run} was trained again; repeat "
                          "`anchor-nb evaluate`, or add --task")
@@ -144,6 +158,7 @@ def side_of(text: str, ledger: Path): # a label, the folder of an evaluation, FO
         raise ValueError(f"{text} holds the scores of {', '.join(trained) or 'no model'}; write {text}:LABEL")
     return Side(trained[0], Path(text))
 
+# %% ../../nbs/cli/03_scoring.ipynb #c8a06680
 @app.command("compare", rich_help_panel=SCORE)
 def compare(a: argument(str, "a label of the ledger, the folder of an evaluation (FOLDER:LABEL), or a model"),
             b: argument(str, "the other, likewise; bm25 and minilm are labels too"),

@@ -175,19 +175,23 @@ def clear(left: Path, target: Path):
         shutil.rmtree(left, ignore_errors=True)
 
 # %% ../../nbs/core/03_files.ipynb #be265767
-def check_replaceable(target: Path): # resolved
+def check_replaceable(target: Path) -> Path: # as typed -> the folder behind a link, which stays
     "ValueError for a folder that no other can replace."
+    typed, target = Path(target), Path(target).resolve()
+    if ".." in typed.parts and target.exists() and not typed.exists(): # whoever looked before found nothing there
+        raise ValueError(f"{typed} leads through a folder that does not exist to {target}, which would be replaced; "
+                         "write the path without '..'")
     if os.path.ismount(target) or target in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"{target} cannot be replaced, since it is a mount point or holds the current folder; name a "
                          "folder in it")
+    return target
 
 # %% ../../nbs/core/03_files.ipynb #9881cee4
 @contextmanager
 def new_folder(target: Path, # the folder to create or replace
               ):             # yields the hidden folder to write into
     "A folder that appears as `target` when the block succeeds, and not at all when it raises."
-    target = Path(target).resolve() # the folder behind a link, which stays
-    check_replaceable(target)
+    target = check_replaceable(target)
     with scratch(target.parent, target.name) as place:
         work, old = place/"new", place/"old"
         work.mkdir()

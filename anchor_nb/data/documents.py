@@ -20,8 +20,9 @@ from ..core.names import near_paths
 from ..core.progress import announce
 from .deduplication import UNSPACED, plain
 from .packages import cache_dir
+from .retrieval_sets import corpus_of
 from .shards import is_address
-from .tables import (check_columns, files_below, find_sources, format_of, hidden, holds_rows,
+from .tables import (as_label, check_columns, files_below, find_sources, format_of, hidden, holds_rows,
                                    links_to_nothing, table_rows)
 
 # %% ../../nbs/data/11_documents.ipynb #af239778
@@ -220,6 +221,10 @@ def named_in(source: str, columns: dict) -> dict: # our name -> the table's, or 
     "The columns of a table that are read; ValueError when none holds text."
     first = [row for _, row in islice(table_rows(source, columns), 100) if isinstance(row, dict)]
     named = guessed(first, columns)
+    nested = [name for name in NAMES["text"] for row in first[:1] if isinstance(row.get(name), (dict, list))]
+    if nested and named["text"].lower() not in (*NAMES["text"], *columns):
+        raise ValueError(f"{source}: field {nested[0]!r} is nested, and its text is not read; make it a column of its "
+                         "own, or name another with columns='{text: ...}'")
     if not named["text"] or first and not any(named["text"] in row for row in first):
         held = ", ".join(map(str, first[0])) if first else "no row"
         raise ValueError(f"{source} has no column of texts (it has {held}); name it with columns='{{text: ...}}'")
@@ -236,10 +241,10 @@ def from_table(source: str, columns: dict, told: str = "") -> Iterator: # told: 
     sure = named["id"].lower() in NAMES["id"] # or it is a column whose first values were unique
     for number, (_, row) in enumerate(table_rows(source, columns), 1):
         if not isinstance(row, dict): continue
-        title = str(row.get(named["title"]) or "") if named["title"] else ""
-        text, name = row.get(named["text"]), row.get(named["id"]) if named["id"] else None
+        title, name = (as_label(row.get(named[ours])) if named[ours] else "" for ours in ("title", "id"))
+        text = row.get(named["text"])
         text = (text if isinstance(text, str) else "").strip() or title.strip()
-        name = f"row {number}" if name is None or not sure and str(name) in seen else str(name)
+        if not name.strip() or not sure and name in seen: name = f"row {number}"
         seen.add(name)
         if text: yield Document(name, title, [("", text)])
         empty += not text
@@ -298,6 +303,8 @@ def read_documents(source: str,       # a folder of files, a file, a table, a sa
         raise FileNotFoundError(f"documents={source!r} is neither a folder nor a file; {near}")
     if far or is_tables(place) or not place.exists():
         tables = find_sources(source).values()
+    else: tables = [str(beir)] if place.is_dir() and (beir := corpus_of(place)) else []
+    if tables:
         documents = [document for table in tables for document in from_table(table, columns, Path(table).name)]
         skipped = {}
     elif place.is_file(): documents, skipped = [read_alone(place)], {}
@@ -333,6 +340,12 @@ class Passage(NamedTuple):
     heading: str  # of the section
     text: str
 
+# %% ../../nbs/data/11_documents.ipynb #ba7dddda
+def shown(passage: Passage, titled: bool = True) -> str:
+    "A passage as it is embedded: below its title and heading, unless these are what is asked."
+    above = [part for part in dict.fromkeys((passage.title, passage.heading)) if part] if titled else []
+    return "\n".join([*(part for part in above if not passage.text.startswith(part)), passage.text])
+
 # %% ../../nbs/data/11_documents.ipynb #123c9a39
 STOP = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])") # between two sentences
 
@@ -367,6 +380,7 @@ def joined(parts: list, words: int) -> list:
 def passages_of(documents: list, # of `Document`
                 words: int = 160, # the longest passage; ours: about 220 tokens, less than all-MiniLM's 256
                 shortest: int = 3, # words; what is shorter says nothing beside longer parts of its document
+               titled: bool = True, # as for `shown`: one text under two titles is no repeat
                ) -> tuple:      # (list of `Passage`, repeats of earlier ones: (document, number of the passage))
     "The distinct passages of documents, in order; ValueError when none is left."
     seen, kept, repeats = {}, [], []
@@ -375,26 +389,23 @@ def passages_of(documents: list, # of `Document`
         parts = [(heading, part) for heading, text in document.sections for part in joined(pieces(text, words), words)]
         # "Yes." may be all of a document
         for heading, part in [(heading, part) for heading, part in parts if says(part)] or parts:
-            number = seen.setdefault(plain(part), len(kept))
-            if number == len(kept): kept.append(Passage(document.id, document.title, heading, part))
+            passage = Passage(document.id, document.title, heading, part)
+            number = seen.setdefault(plain(shown(passage, titled)), len(kept))
+            if number == len(kept): kept.append(passage)
             else: repeats.append((document.id, number))
     if not kept:
         raise ValueError("no document holds any text; give files or rows with text in them")
     return kept, repeats
 
 # %% ../../nbs/data/11_documents.ipynb #d0c5a002
-def shown(passage: Passage, titled: bool = True) -> str:
-    "A passage as it is embedded: below its title and heading, unless these are what is asked."
-    above = [part for part in dict.fromkeys((passage.title, passage.heading)) if part] if titled else []
-    return "\n".join([*(part for part in above if not passage.text.startswith(part)), passage.text])
-
 def searched_passages(passages: list, titled: bool = True) -> Iterator: # of rows
     "Passages as rows of a corpus, each named after its document, and numbered where that has several."
-    parts, seen = Counter(passage.document for passage in passages), Counter()
-    for passage in passages:
-        seen[passage.document] += 1
-        number = f", passage {seen[passage.document]}"*(parts[passage.document] > 1)
-        yield dict(_id=passage.document + number, text=shown(passage, titled))
+    names = [re.sub(r"[\t\n\r\v\f]+", " ", passage.document) for passage in passages] # judgements are lines of cells
+    parts, seen = Counter(names), Counter()
+    for name, passage in zip(names, passages):
+        seen[name] += 1
+        number = f", passage {seen[name]}"*(parts[name] > 1)
+        yield dict(_id=name + number, text=shown(passage, titled))
 
 def holds_texts(folder: Path) -> bool:
     "Whether files of text, and not tables, lie in a folder or below it."
@@ -405,7 +416,8 @@ def known_passages(folder: Path, stamps: tuple, words: int, titled: bool) -> Pat
     "Files are not read and cut twice while they are the same."
     documents, skipped = read_documents(str(folder))
     if skipped: announce(left_out(skipped))
-    rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages_of(documents, words)[0], titled))
+    passages, _ = passages_of(documents, words, titled=titled)
+    rows = "".join(json.dumps(row) + "\n" for row in searched_passages(passages, titled))
     content = hashlib.sha256(rows.encode()).hexdigest()[:16]
     return write_text(cache_dir()/"passages"/content/f"{folder.resolve().name}.jsonl", rows)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from ..core.names import near_paths
 from .rows import check_unicode
-from .tables import byte_lines, check_columns, format_of, read_json, table_rows, renamed
+from .tables import as_label, byte_lines, check_columns, format_of, read_json, table_rows, renamed
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #8a6eddb2
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def id_and_text(row) -> tuple: # (id, text, what is wrong); row: an object, or w
             state = "missing" if field not in row else "empty" if row[field] == "" else kind
             fix = f"or name the column that holds it with --columns {field.lstrip('_')}=COLUMN"*(state == "missing")
             return number, "", f", field {field!r} is {state}; add it to this line{', '*bool(fix)}{fix}"
-    text = (str(row.get("title") or "") + " " + text).strip()
+    text = (as_label(row.get("title") or "") + " " + text).strip()
     try:
         for field, value in ((name, number), ("text", text)): check_unicode(value, field)
     except ValueError as error: return number, text, f", {error}"
@@ -181,6 +181,12 @@ def splits_of(folder: Path) -> dict: # split -> file of judgements
     split = re.compile(r"qrels\.(?:(.*)\.)?(?:tsv|txt)(?:\.gz)?")
     beside = {split.fullmatch(path.name)[1] or "test": path for path in reversed(tables("qrels.*"))}
     return beside | {path.name.partition(".")[0]: path for path in tables("qrels/*")}
+
+# %% ../../nbs/data/06_retrieval_sets.ipynb #fb12bdb1
+def corpus_of(folder: Path) -> Path | None: # None: it is no evaluation set
+    "The documents of an evaluation set, without its questions and judgements."
+    place = set_in(folder)
+    return texts_file(place, "corpus") if splits_of(place) or texts_file(place, "queries") else None
 
 # %% ../../nbs/data/06_retrieval_sets.ipynb #a7719c3e
 def choose_split(folder: Path, split: str, faults: Faults) -> str: # split: empty where none was asked for

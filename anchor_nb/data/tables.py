@@ -355,6 +355,11 @@ def check_columns(columns: dict, known: tuple, lists: bool = False) -> dict: # l
             raise ValueError(f"columns gives {ours} the name {named!r}; give the name of one column")
     return columns
 
+# %% ../../nbs/data/01_tables.ipynb #c826096a
+def as_label(value) -> str: # empty for nothing, and for what is nested
+    "A title or an id as text."
+    return "" if value is None or isinstance(value, (dict, list, tuple)) else str(value)
+
 # %% ../../nbs/data/01_tables.ipynb #1c5857d2
 class RowTable:
     "Rows in memory, read as a `datasets.Dataset` is: by number, or a column by name."

@@ -23,10 +23,10 @@ from ..core.redaction import without_secrets
 from ..data.documents import MARKUP, OFFICE, holds_texts, passages_file
 from ..data.prompts import Prompt
 from ..data.shards import is_address
-from ..data.tables import (check_columns, content_hash, file_hash, files_below, find_sources, format_of,
-                                   indexed, is_lines, listed, read_json, renamed, slice_rows)
+from ..data.tables import (as_label, check_columns, content_hash, file_hash, files_below, find_sources,
+                                   format_of, holds_rows, indexed, is_lines, listed, read_json, renamed, slice_rows)
 from ..data.rows import check_unicode
-from ..data.retrieval_sets import set_in, splits_of, texts_file
+from ..data.retrieval_sets import corpus_of
 from ..runs.checkpoints import locked
 from ..runs.identity import ENGINE
 from ..runs.launch import already_launched, find_node, launch, usable_gpus
@@ -94,9 +94,9 @@ def corpus_sources(corpus: str, cut: dict = {}) -> list: # of sources, in alphab
     "The files of a corpus; of a BEIR folder its documents alone, of texts the table of their passages."
     folder = Path(corpus).expanduser()
     if folder.is_file() and folder.suffix.lower() in (*MARKUP, *OFFICE): return [str(passages_file(folder, **cut))]
-    task = set_in(folder)
-    if (beir := texts_file(task, "corpus")) and (splits_of(task) or texts_file(task, "queries")): return [str(beir)]
-    tables = [path for path in (folder.iterdir() if folder.is_dir() else ()) if format_of(path)[0]]
+    if beir := corpus_of(folder): return [str(beir)]
+    tables = [path for path in (folder.iterdir() if folder.is_dir() else ())
+              if holds_rows(path) or format_of(path)[0] and not path.exists()] # a link to nothing is named
     if not tables and holds_texts(folder): return [str(passages_file(folder, **cut))] # what cannot be read is named
     try: sources = list(find_sources(corpus).values())
     except FileNotFoundError as error:
@@ -156,7 +156,7 @@ def entry(row: dict, number: int) -> tuple: # number: of the row, its id where i
         raise ValueError(f"field {ids[0]!r} is {json.dumps(given, default=str)[:40]}, neither text nor a whole number; "
                          "write it as text, or name another column, such as columns='{id: nr}'")
     check_unicode(key := str(given), "id") # of texts the embedder mends this
-    return key, f"{row.get('title') or ''} {row['text']}".strip()
+    return key, f"{as_label(row.get('title') or '')} {row['text']}".strip()
 
 # %% ../../nbs/inference/00_corpus_encoding.ipynb #4691ea9c
 def read_piece(piece: Piece) -> Iterator: # of (location, row as read)

@@ -55,8 +55,9 @@ class Answers:
     def __init__(self, passages: list, repeats: list, source: str): # as `passages_of` gives them; source: in messages
         self.source, self.ways = source, Counter() # ways: how answers were matched
         self.texts, self.whole, self.named = [plain(passage.text) for passage in passages], {}, defaultdict(list)
+        self.above = [set(plain(f"{passage.title} {passage.heading}").split()) for passage in passages]
         for number, (passage, text) in enumerate(zip(passages, self.texts)):
-            self.whole.setdefault(text, number)
+            self.whole.setdefault(text, []).append(number)
             self.named[passage.document].append(number)
         for document, number in repeats: self.named[document].append(number)
         rows = holders((name.partition(":")[2], name) for name in self.named if ":" in name) # of tables in a folder
@@ -81,10 +82,9 @@ class Answers:
         return self.words(countable(text))
 
     def best(self, query: str, numbers: list) -> int:
-        "The passage of several that shares most words with a query; the first one where none does."
-        if len(numbers) == 1: return numbers[0]
-        scores = self.shared(query)
-        return max(numbers, key=lambda number: scores[number])
+        "The passage of several that shares most words with a query, of equal texts by their titles; else the first."
+        scores, words = self.shared(query) if numbers[1:] else Counter(), set(re.findall(r"\w+", plain(query)))
+        return max(numbers, key=lambda number: (scores[number], len(words & self.above[number])))
 
     def find(self, query: str, answer: str): # -> number of a passage, or None
         "The passage that an answer names, equals, lies in, or covers."
@@ -98,7 +98,7 @@ class Answers:
         path, text = composed(answer.strip().replace("\\", "/").removeprefix("./")), plain(answer)
         below = path.partition("/")[2] # from the folder that holds all
         yield "by name", self.under(path, self.names) or self.under(below, unique(self.names))
-        yield "as a text", [self.whole[text]] if text in self.whole else []
+        yield "as a text", self.whole.get(text, [])
         yield "by name", self.under(path, self.stems) or self.under(text, self.titles)
         if is_number(answer): return
         likely = self.shared(answer).argsort()[::-1][:20].tolist()
@@ -169,11 +169,12 @@ def question_set(documents: str, # a folder of texts, a table, or hf:org/name
     cut = cut_of(like) if like else {}
     read, skipped = read_documents(documents, document_columns)
     if skipped: announce(left_out(skipped))
-    passages, repeats = passages_of(read, cut.get("words", 160))
+    titled = cut.get("titled", True)
+    passages, repeats = passages_of(read, cut.get("words", 160), titled=titled)
     rows = [row for table in load_pairs(pairs, columns=columns).values() for row in table]
     matched, lost = match_pairs(rows, passages, pairs, repeats)
     if len(passages) > len({passage.document for passage in passages}): announce(CHOSEN)
-    corpus = {row["_id"]: row["text"] for row in searched_passages(passages, cut.get("titled", True))}
+    corpus = {row["_id"]: row["text"] for row in searched_passages(passages, titled)}
     ids, queries = list(corpus), {text: f"q{n}" for n, text in enumerate(dict.fromkeys(query for query, _ in matched))}
     with new_folder(Path(out)) as part:
         write_test(part, corpus, {name: text for text, name in queries.items()},

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from .. import __version__
-from ..core.files import check_replaceable, damage, draft_of, keep_apart, new_folder, scratch, seal, write_text
+from ..core.files import (RECORD, check_replaceable, damage, draft_of, keep_apart, new_folder, scratch, seal,
+                                  write_text)
 from ..core.progress import announce
 from ..data.tables import check_columns
 from ..core.redaction import without_secrets
@@ -399,11 +400,15 @@ def check_keep(folder: str | Path) -> Path: # expanded
     folder = Path(folder).expanduser()
     if folder.exists() and not is_index(folder) and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and holds no index; name a new folder")
+    files = (MANIFEST, RECORD, "vectors.npy", "documents.jsonl")
+    if more := sorted(path.name for path in folder.glob("[!.]*") if path.name not in files):
+        raise ValueError(f"{folder} holds {more[0]} beside an index, which would be lost when that is replaced; move "
+                         "it away, or name another folder")
     return folder
 
 def check_writable(folder: Path):
     "ValueError or OSError where an index cannot be written to a folder, before a corpus is encoded for it."
-    check_replaceable(target := folder.resolve())
+    target = check_replaceable(folder)
     try:
         with scratch(target.parent, target.name): pass # restores what a killed process had moved aside
     except OSError as error:

@@ -46,7 +46,7 @@ from ..runs.manifest import command_line, finish_run, read_manifest, start_run
 from ..training.encoders import MINI, SEARCHED, opened as open_encoder, tune_encoder
 
 # %% ../../nbs/release/09_adapt.ipynb #4ccda044
-MADE = 18 # raised when a step comes to make something else of the same inputs
+MADE = 19 # raised when a step comes to make something else of the same inputs
 
 class Steps:
     "The steps of one adaptation, each in a folder of its own."
@@ -79,11 +79,19 @@ class Steps:
 # ours: with fewer, nothing can be told or learned
 FEWEST = dict(documents=10, test_queries=20, dev_queries=10, train_pairs=16, words=5, sentences=50)
 
+PER_WORD = 1.4 # tokens; a rough mean of English
+
+def cut_off(passages: list) -> list: # of sentences
+    "What is lost of long passages, if it is more than a few."
+    share = fmean(PER_WORD*count_words(passage.text) > TOKENS for passage in passages)
+    return [f"About {100*share:.0f} % of the passages are longer than the {TOKENS} tokens that models read here, so "
+            "that BM25 alone knows how they end: lower words."]*(share > 0.05)
+
 def read_step(recipe: Adapt, part: Path) -> dict:
     "Documents as passages; ValueError for too few documents."
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
     if skipped: announce(left_out(skipped))
-    passages, repeats = passages_of(documents, recipe.words)
+    passages, repeats = passages_of(documents, recipe.words, titled=bool(recipe.pairs))
     kept = len({passage.document for passage in passages})
     if kept < FEWEST["documents"]:
         raise ValueError(f"{recipe.documents} has {kept} different document{'s'*(kept != 1)}, and some must "
@@ -93,7 +101,7 @@ def read_step(recipe: Adapt, part: Path) -> dict:
     write_lines(part/"repeats.jsonl", repeats)
     write_lines(part/"links.jsonl", link_pairs(documents, passages))
     return dict(documents=len(documents), passages=len(passages), repeated=len(repeats), skipped=len(skipped),
-                left_out=left_out(skipped),
+                left_out=left_out(skipped), cut=cut_off(passages),
                 not_english=round(not_english([passage.text for passage in passages[:2000]]), 3))
 
 def read_lines(path: Path) -> list:
@@ -162,11 +170,11 @@ def pairs_step(recipe: Adapt, part: Path, passages: list, repeats: list, links: 
 
 # %% ../../nbs/release/09_adapt.ipynb #06023ceb
 def as_set(name: str, rows: list, chosen: list, texts: list, numbers: list, most: int, seed: int) -> Retrieval:
-    "The queries of some rows, over at most so many of all passages."
+    "The queries of some rows, over at most so many of all passages; spellings of one query are one."
     queries, judged, first = {}, {}, {} # first: query -> its first row
     for n in sorted(chosen):
-        key = f"q{first.setdefault(rows[n]['query'], n)}"
-        queries[key] = rows[n]["query"]
+        key = f"q{first.setdefault(plain(rows[n]['query']), n)}"
+        queries.setdefault(key, rows[n]["query"])
         judged.setdefault(key, {})[f"d{numbers[n]}"] = 1
     whole = Retrieval(name, "", {f"d{n}": text for n, text in enumerate(texts)}, queries, judged)
     return subset(whole, documents=most, seed=seed)
@@ -186,19 +194,29 @@ def part_sizes(total: int, recipe: Adapt) -> list: # total: different queries
                          f"test set takes a fourth, so give more pairs or documents{capped}")
     return [test, dev]
 
+def distinct(rows: list) -> int:
+    "The number of queries, as `divide` counts them: spellings of one query are one."
+    return len({plain(row["query"]) for row in rows})
+
 def parted(rows: list, marks: list, count: int, recipe: Adapt) -> list: # count: rows that ask; others: sentences
     "Rows of the test set, the development split and the rest; ValueError for documents too large to be shared out."
-    queries = len({row["query"] for row in rows[:count]})
-    sizes, share = part_sizes(queries, recipe), len({row["query"] for row in rows})/queries
+    queries = distinct(rows[:count])
+    sizes, share = part_sizes(queries, recipe), distinct(rows)/queries
     try: parts = divide(rows, marks, [round(size*share) for size in sizes], recipe.seed)
     except ValueError: parts = [[], [], []]
     test, dev, rest = ([n for n in part if n < count] for part in parts)
     if not recipe.pairs: rest = [n for n in parts[2] if n >= count]
-    if len({rows[n]["query"] for n in test}) >= FEWEST["test_queries"] and dev and rest:
+    if distinct([rows[n] for n in test]) >= FEWEST["test_queries"] and dev and rest:
         if (asked := len({marks[n] for n in test})) >= DOCUMENTS: return [test, dev, rest]
         raise ValueError(f"the test set would be about {asked} documents, and fewer than {DOCUMENTS} tell nothing, "
                          "however many queries; give questions about more documents")
     most, count = Counter(marks).most_common(1)[0]
+    if count <= sizes[0]: # so no document is too long
+        group = max(group_rows(rows, marks), key=len)
+        raise ValueError(f"the queries cannot be shared out: {len(group)} of {len(rows)} pairs belong together, since "
+                         "they share queries or answers or nearly repeat each other, where the test set takes "
+                         f"{sizes[0]} queries and the development split {sizes[1]}; where queries have several "
+                         "answers, as in a log of clicks, keep one of each, and leave old versions of documents out")
     raise ValueError(f"the queries cannot be shared out by document: {most} alone has {count} of {len(rows)}, where "
                      f"the test set takes {sizes[0]} and the development split {sizes[1]}; cut long documents into "
                      "several files, one a chapter, or give more documents")
@@ -368,7 +386,7 @@ def prepared(recipe: Adapt, steps: Steps) -> dict: # facts of each step
     "Documents, pairs, test set and negatives."
     read = steps.run("read", lambda part: read_step(recipe, part),
                      documents=files_content(recipe.documents) or recipe.documents, columns=recipe.document_columns,
-                     words=recipe.words, readers=readers())
+                     words=recipe.words, titled=bool(recipe.pairs), readers=readers())
     made = [(steps.folder("read")/f"{name}.jsonl").read_bytes() for name in ("passages", "repeats", "links")]
     steps.keys["read"] = hashlib.sha256(b"\n".join(made)).hexdigest() # files that were left out decide nothing
     passages = passages_in(steps)
@@ -493,6 +511,7 @@ def notes_of(recipe: Adapt, facts: dict, candidates: dict) -> list: # of sentenc
     lines = [f"{read['documents']:,} documents, {read['passages']:,} passages; {read['repeated']} repeated an earlier "
              "passage."]
     if read["skipped"]: lines.append(f"{read['left_out']}.")
+    lines += read.get("cut", [])
     if read["not_english"] > 0.1:
         lines.append(f"About {100*read['not_english']:.0f} % of the passages do not look English. BM25 as used here "
                      "and all-MiniLM know English only: name a multilingual base, and read the comparison with "
@@ -640,7 +659,7 @@ def deliver(recipe: Adapt, steps: Steps, result: dict, candidates: dict, notes: 
         return ""
     winner = candidates[chosen.removesuffix(" + BM25")]
     steps.run("export", lambda part: export_step(recipe, part, winner, result, notes, chosen), ("test",),
-              target=shown_target(recipe), notes=notes)
+              target=shown_target(recipe), notes=notes, words=recipe.words, command=as_command(recipe))
     made = steps.folder("export")/"model"
     if not (target.exists() and content_hash(str(target)) == content_hash(str(made))): # or edited, or put back by hand
         with scratch(target.parent, target.name) as place:
@@ -792,12 +811,12 @@ def outlook(recipe: Adapt) -> list: # of lines
     "The steps of a run with their time and memory; ValueError or FileNotFoundError for inputs that cannot be used."
     recipe = checked(recipe)
     documents, skipped = read_documents(recipe.documents, recipe.document_columns)
-    passages, repeats = passages_of(documents, recipe.words)
+    passages, repeats = passages_of(documents, recipe.words, titled=bool(recipe.pairs))
     lines = [outlook_row("read", f"{len(documents):,} documents, {len(passages):,} passages")]
-    if skipped: lines.append(outlook_row("", left_out(skipped)))
+    lines += [outlook_row("", text) for text in (*filter(None, [left_out(skipped)]), *cut_off(passages))]
     if recipe.pairs:
         matched, lost, _ = matched_pairs(recipe, passages, repeats)
-        pairs = len({query for query, _ in matched})
+        pairs = len({plain(query) for query, _ in matched})
         what = f"{len(matched):,} found in the documents, {len(lost):,} not"
     else:
         pairs = sum(map(len, to_ask(recipe, passages, link_pairs(documents, passages))))
@@ -812,7 +831,7 @@ def outlook(recipe: Adapt) -> list: # of lines
     lines.append(outlook_row("mine", "one negative a pair", minutes/6*(min(len(passages), max(300, 4*train)) + train)))
     searched = minutes/6*min(len(passages), recipe.test_documents or len(passages)) # by MiniLM, of one part
     tuning = minutes*(3*min(train, SEARCHED) + recipe.epochs*train) + (6 + recipe.epochs)*searched
-    tokens = fmean(min(256, 1.4*len(passage.text.split())) for passage in passages)
+    tokens = fmean(min(TOKENS, PER_WORD*len(passage.text.split())) for passage in passages)
     trainings, systems = training_rows(recipe, tuning, searched, tokens)
     lines += trainings
     if recipe.curve:

@@ -43,8 +43,10 @@ def plain(text: str, most: int = 0) -> str: # most: characters; 0: all
 # %% ../../nbs/release/06_serving.ipynb #1d9e580d
 def short_names(models: list) -> list: # paths -> names
     "What to call the models on the page."
-    names = [([part for part in Path(model).parts if part != "model"] or [model])[-1] for model in models]
-    return names if len(set(names)) == len(names) else list(models)
+    last = lambda model: ([part for part in Path(model).parts if part != "model"] or [model])[-1]
+    models = [model if last(model).strip(".") else str(Path(model).resolve()) for model in models] # . and .. are none
+    names = list(map(last, models))
+    return names if len(set(names)) == len(names) else models
 
 def training_stages(folder: str) -> list: # what `save_layout` recorded at each stage, the latest first
     "The stages behind a checkpoint, as far back as its bases are on this machine."
@@ -382,12 +384,16 @@ def open_rankers(models: list,   # run folders, model folders, hub ids or short 
     "Load the models, and encode the corpus with each."
     from anchor_nb.inference.corpus_encoding import cut_of
     from anchor_nb.inference.decoding import rules_of
-    from anchor_nb.inference.search import bm25_weight, check_keep, check_weight, open_index, trained_instruction
+    from anchor_nb.inference.search import (bm25_weight, check_keep, check_weight, is_index, open_index,
+                                            trained_instruction)
     from anchor_nb.models.embedder import AnchorEmbedder
     from anchor_nb.models.loading import kept_recipe
     from anchor_nb.models.resolve import find_model
     check_weight(bm25 or 0.0, 1)
     names, folders = short_names(models), [find_model(model) for model in models]
+    if keep and is_index(keep):
+        raise ValueError(f"{keep} is itself an index, such as search keeps, and this keeps a folder for each model in "
+                         "it; name another folder")
     places = [keep and check_keep(str(Path(keep)/name.replace("/", "-"))) for name in names]
     weights = [bm25_weight(folder) if bm25 is None else bm25 for folder in folders]
     embedders = [AnchorEmbedder.from_pretrained(folder, **how) for folder in folders] # before a corpus is encoded

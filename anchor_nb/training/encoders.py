@@ -54,6 +54,13 @@ def loss_of(encoder):
     return CachedMultipleNegativesRankingLoss(encoder, mini_batch_size=MINI)
 
 # %% ../../nbs/training/11_encoders.ipynb #bcb55ed6
+def prompts_of(encoder) -> dict: # column -> prompt; empty: the encoder has none
+    "What `encode_query` and `encode_document` put before texts, so that training sees them as they are scored."
+    known = encoder.prompts
+    document = next((known[name] for name in ("document", "passage", "corpus") if name in known), "")
+    prompts = dict(anchor=known.get("query", ""), positive=document, negative=document)
+    return {column: prompt for column, prompt in prompts.items() if prompt}
+
 def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: int) -> dict: # epoch -> score
     "Train in place; afterwards the encoder is as after the best of these epochs. Epoch 0 is the one before."
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
@@ -67,7 +74,8 @@ def fit(encoder, rows: list, judge, rate: float, epochs: int, batch: int, seed: 
         settings = SentenceTransformerTrainingArguments(
             folder, num_train_epochs=epochs, per_device_train_batch_size=min(batch, len(rows)), learning_rate=rate,
             warmup_steps=0.1, batch_sampler="no_duplicates", report_to="none", disable_tqdm=True, seed=seed,
-            logging_strategy="no", dataloader_pin_memory=encoder.device.type == "cuda", **kept)
+            prompts=prompts_of(encoder) or None, logging_strategy="no",
+            dataloader_pin_memory=encoder.device.type == "cuda", **kept)
         settings._n_gpu = min(settings.n_gpu, 1) # or DataParallel would make the batch larger with each GPU
         trainer = SentenceTransformerTrainer(encoder, settings, train_dataset=as_triples(rows), evaluator=judge,
                                              loss=loss_of(encoder),

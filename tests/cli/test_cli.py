@@ -339,6 +339,24 @@ def test_scores_of_a_run_from_before_it_was_trained_again_are_not_compared(tmp_p
     check_scored("runs/b", Path("two"))
 
 
+def test_scores_of_another_delivered_model_of_that_name_are_not_compared(tmp_path, monkeypatch):
+    "What adapt delivers is no run, and is called adapt wherever it lies."
+    from anchor_nb.cli.scoring import check_scored
+    from anchor_nb.runs.identity import run_content
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine/adapt/model", "other/adapt/model"):
+        ledgers.write_json(tmp_path/folder/"config.json", dict(of=folder))
+    row = dict(label="adapt", step=0, task="t", metric="ndcg_at_10", value=0.5, seed=0, manifest="")
+    ledgers.append_rows(tmp_path/"two/ledger.jsonl", [row])
+    check_scored("other/adapt/model", Path("two")) # nothing is known of it
+    ledgers.append_rows(tmp_path/"two/ledger.jsonl", [row | dict(evaluation="first")])
+    facts = dict(id="first", inputs={"models.adapt": run_content("mine/adapt/model")})
+    ledgers.append_rows(tmp_path/"two/evaluations.jsonl", [facts])
+    check_scored("mine/adapt/model", Path("two"))
+    with pytest.raises(ValueError, match="are not those of other/adapt/model, whose files are others"):
+        check_scored("other/adapt/model", Path("two"))
+
+
 # ---- jobs, sweeps, corpora ----
 
 def test_dry_runs_of_jobs_and_sweeps_show_what_would_be_done(tmp_path, monkeypatch):

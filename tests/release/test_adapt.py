@@ -189,6 +189,44 @@ def test_a_test_set_about_five_documents_is_refused():
     refused(lambda: module.parted(rows, marks, 480, Adapt(documents="x", pairs="y")), "would be about 5 documents")
 
 
+def test_spellings_of_a_query_count_once(tmp_path):
+    passages = [module.Passage(f"d{n}", "", "", f"text {n*n} of {n}") for n in range(150)]
+    spelt = ("reset w{}", "Reset w{}", "reset w{} ", "RESET w{}")
+    pairs = [dict(query=way.format(n*n), passage=n) for n in range(150) for way in spelt]
+    limits = Adapt(documents="x", pairs="y", test_queries=30, dev_queries=10)
+    facts = module.split_step(limits, tmp_path, passages, pairs)
+    assert (facts["test"], facts["dev"], facts["train"]) == (30, 10, 440)
+
+
+def test_a_log_whose_queries_share_answers_is_not_told_to_cut_its_documents():
+    drawn = random.Random(0)
+    rows = [dict(query=f"q{n}", positives=[f"text {m*m} of {m}"], negatives=[])
+            for n in range(400) for m in drawn.sample(range(200), 2)]
+    marks = [row["positives"][0] for row in rows]
+    refused(lambda: module.parted(rows, marks, 800, Adapt(documents="x", pairs="y")),
+            "800 of 800 pairs belong together, since they share queries or answers")
+    long = [dict(query=f"q{n}", positives=[f"text {n*n} of {n}"], negatives=[]) for n in range(400)]
+    refused(lambda: module.parted(long, ["a"]*390 + [*"bcdefghijk"], 400, Adapt(documents="x", pairs="y")),
+            "a alone has 390 of 400")
+
+
+def test_other_words_and_another_command_reach_the_delivered_model(tmp_path, quick):
+    "All documents are short, so that their passages stay what they were."
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    adapt(recipe(tmp_path))
+    made = adapt(recipe(tmp_path, words=200))
+    assert made["fresh"] == ["read", "export"]
+    assert json.loads(Path(made["model"], "search.json").read_text())["words"] == 200
+    assert "words=200" in Path(made["model"], module.ADAPTED).read_text()
+
+
+def test_passages_longer_than_models_read_are_told(tmp_path, quick):
+    village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
+    for n in range(20): (tmp_path/f"docs/long{n}.txt").write_text(" ".join(f"w{n}x{k}" for k in range(300)))
+    told = lambda **more: [note for note in adapt(recipe(tmp_path, **more))["notes"] if "256 tokens" in note]
+    assert told() == [] and "lower words" in told(words=300)[0]
+
+
 def test_the_test_set_shares_no_document_with_training(tmp_path, quick):
     village(tmp_path/"docs"), questions(tmp_path/"pairs.jsonl")
     adapt(recipe(tmp_path))

@@ -238,6 +238,17 @@ def test_what_was_encoded_is_kept(corpus, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path/"kept").iterdir()] == ["tiny"]
 
 
+def test_indices_of_the_page_and_one_of_a_search_do_not_replace_each_other(corpus, tmp_path):
+    "The next search would replace its folder, with the page's index in it."
+    from anchor_nb.inference.search import check_keep
+    kept = tmp_path/"kept"/"tiny"
+    index = serving.open_rankers(["tiny"], corpus, keep=str(kept.parent))[0].index
+    with pytest.raises(ValueError, match="is itself an index"): serving.open_rankers(["tiny"], corpus, keep=str(kept))
+    (kept/"more").mkdir()
+    for save in (check_keep, index.save):
+        with pytest.raises(ValueError, match="holds more beside an index"): save(kept)
+
+
 def test_with_bm25_the_texts_that_are_not_fused_keep_their_order(rankers, monkeypatch):
     monkeypatch.setattr(serving, "DEPTH", 2)
     alone, both = (replace(rankers[1], bm25=weight).scores("Zyx?") for weight in (0, 0.3)) # no text has the word

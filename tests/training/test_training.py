@@ -140,7 +140,7 @@ def test_an_encoder_is_tuned_on_one_gpu_with_the_batch_that_was_asked_for(monkey
     from anchor_nb.training.encoders import fit
     class Trainer:
         def __init__(self, encoder, settings, **_):
-            seen.append((settings.n_gpu, settings.train_batch_size))
+            seen.append((settings.n_gpu, settings.train_batch_size, settings.prompts))
             self.state = SimpleNamespace(log_history=[])
         def remove_callback(self, _): pass
         def train(self): pass
@@ -148,11 +148,11 @@ def test_an_encoder_is_tuned_on_one_gpu_with_the_batch_that_was_asked_for(monkey
         real(settings)
         settings._n_gpu = 8
     seen, encoder = [], SimpleNamespace(model_card_data=SimpleNamespace(), device=torch.device("cuda"),
-                                    modules=list)
+                                    modules=list, prompts=dict(query="ask: "))
     monkeypatch.setattr(TrainingArguments, "__post_init__", eight_gpus)
     monkeypatch.setattr(sentence_transformers, "SentenceTransformerTrainer", Trainer)
     fit(encoder, [dict(query="a", positives=["b"], negatives=[])]*40, None, 1e-4, 1, 32, 0)
-    assert seen == [(1, 32)]
+    assert seen == [(1, 32, dict(anchor="ask: "))] # and with its prompts, with which it is scored
 
 
 def test_a_models_own_dropout_is_off_unless_the_recipe_asks_for_some(tmp_path):
