@@ -55,7 +55,7 @@ class Answers:
     def __init__(self, passages: list, repeats: list, source: str): # as `passages_of` gives them; source: in messages
         self.source, self.ways = source, Counter() # ways: how answers were matched
         self.texts, self.whole, self.named = [plain(passage.text) for passage in passages], {}, defaultdict(list)
-        self.above = [set(plain(f"{passage.title} {passage.heading}").split()) for passage in passages]
+        self.above = [set(re.findall(r"\w+", plain(f"{passage.title} {passage.heading}"))) for passage in passages]
         for number, (passage, text) in enumerate(zip(passages, self.texts)):
             self.whole.setdefault(text, []).append(number)
             self.named[passage.document].append(number)
