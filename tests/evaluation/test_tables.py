@@ -216,7 +216,7 @@ def test_a_ledger_of_its_own_may_call_the_longer_run_baseline_too():
 # ---- as code ----
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="paper56, paper15, beir14"): paper_tasks("mteb")
+    with pytest.raises(ValueError, match="choose paper56, paper15 or beir14"): paper_tasks("mteb")
     with pytest.raises(ValueError, match="'SciFacts'"): task_type("SciFacts")
 
 
