@@ -48,8 +48,6 @@ def without_secrets(value,                # plain values: dicts, lists, strings,
     if isinstance(value, str): return hide(value, secrets)
     if isinstance(value, (list, tuple)): return [without_secrets(item, secrets) for item in value]
     if not isinstance(value, dict): return value
-    def covered(name, item): # a path under the name of an experiment, such as no-token, is none
-        named = isinstance(item, str) and item and isinstance(name, str) and is_secret(name)
-        return named and not os.path.exists(os.path.expanduser(item))
+    covered = lambda name, item: isinstance(item, str) and item and isinstance(name, str) and is_secret(name)
     return {hide(name, secrets) if isinstance(name, str) else name: HIDDEN if covered(name, item)
             else without_secrets(item, secrets) for name, item in value.items()}
