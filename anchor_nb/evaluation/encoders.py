@@ -330,12 +330,15 @@ class Encoder:
 
 # %% ../../nbs/evaluation/03_encoders.ipynb #3117f5c1
 def slug(*parts) -> str:
-    "A name for files: letters, digits and what stands between them; of a long part the beginning and a hash."
-    def short(part): # file systems take 255 bytes
-        name = "".join(c if c.isalnum() else "_" for c in part)
-        if len(name.encode()) <= 100: return name
-        return name.encode()[:100].decode(errors="ignore") + "_" + hashlib.sha256(part.encode()).hexdigest()[:8]
-    return "-".join(short(str(part)) for part in parts)
+    "A name for files: letters, digits and what stands between them; where it is too long, hashes end its long parts."
+    plain = lambda part: "".join(c if c.isalnum() else "_" for c in part)
+    def short(part):
+        name = plain(part).encode()
+        if len(name) <= 100: return name.decode()
+        return name[:90].decode(errors="ignore") + "_" + hashlib.sha256(part.encode()).hexdigest()[:8]
+    parts = list(map(str, parts))
+    name = "-".join(map(plain, parts))
+    return name if len(name.encode()) <= 240 else "-".join(map(short, parts)) # file systems take 255
 
 def meta(candidate: Candidate, revision: str,
          similarity: str = "cosine", # or dot

@@ -455,9 +455,13 @@ def outdated(nodes: dict, arms: list, state: dict, root: Path) -> list: # arms: 
     ledger = Path(root)/"ledger.jsonl"
     last = {row["arm"]: row.get("experiment") for row in (read_rows(ledger) if ledger.is_file() else [])
             if row.get("arm")}
-    return list(dict.fromkeys(
-        arm.label for arm, names in arms if names and state[names[-1]] != "done" and arm.label in last
-        and last[arm.label] != experiment_of([nodes[name] for name in names], root)))
+    def changed(label, names): # what a run is made of is known once it has begun
+        of = [nodes[name] for name in names if nodes[name].stage in TRAINING]
+        begun = all((Path(node.parameters["out"])/"run.json").is_file() for node in of)
+        return begun and last[label] != experiment_of(of, root)
+    done = {arm.label for arm, names in arms if not names or state[names[-1]] == "done"}
+    return list(dict.fromkeys(arm.label for arm, names in arms if arm.label in last.keys() - done
+                              and changed(arm.label, names)))
 
 @contextmanager
 def raising_stopped():

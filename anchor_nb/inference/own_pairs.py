@@ -23,6 +23,7 @@ from .words import Words
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #27800388
 SHORT = 4 # words of an answer; ours
+ALIKE = 5 # passages of one text under different titles that count as answers; ours
 
 def countable(text: str) -> str:
     "The text with each character of a script without spaces as a word of two, since BM25 leaves out shorter ones."
@@ -81,17 +82,21 @@ class Answers:
         self.words = self.words or Words(list(map(countable, self.texts)))
         return self.words(countable(text))
 
-    def best(self, query: str, numbers: list) -> int:
-        "The passage of several that shares most words with a query, of equal texts by their titles; else the first."
+    def best(self, query: str, numbers: list) -> list: # of numbers, the first of them first
+        "The passage of several that shares most words with a query, then with a title; with it a few that equal it."
         scores, words = self.shared(query) if numbers[1:] else Counter(), set(re.findall(r"\w+", plain(query)))
-        return max(numbers, key=lambda number: (scores[number], len(words & self.above[number])))
+        fits = lambda number: (scores[number], len(words & self.above[number]))
+        first = max(numbers, key=fits)
+        alike = lambda number: self.texts[number] == self.texts[first] and fits(number) == fits(first)
+        return list(filter(alike, numbers))[:ALIKE]
 
-    def find(self, query: str, answer: str): # -> number of a passage, or None
-        "The passage that an answer names, equals, lies in, or covers."
+    def find(self, query: str, answer: str) -> list: # of numbers; empty: it is nowhere
+        "The passages that an answer names, equals, lies in, or covers."
         for way, numbers in self.candidates(answer):
             if numbers:
                 self.ways[way] += 1
                 return self.best(query, numbers)
+        return []
 
     def candidates(self, answer: str): # -> of (way, numbers), the surest first
         "The passages that an answer may stand for."
@@ -119,9 +124,9 @@ def match_pairs(rows: list,     # in the common form
     "Each query with its passages; ValueError when most answers are in no document."
     answers, pairs, lost = Answers(passages, repeats, source), [], []
     for row in rows:
-        numbers = dict.fromkeys(answers.find(row["query"], text) for text in row["positives"])
-        pairs += [(row["query"], number) for number in numbers if number is not None]
-        if set(numbers) == {None}: lost.append(row)
+        numbers = [number for text in row["positives"] for number in answers.find(row["query"], text)]
+        pairs += [(row["query"], number) for number in numbers]
+        if not numbers: lost.append(row)
     fix = number_fix([row["positives"][0] for row in lost], passages)
     if 2*len(lost) > len(rows):
         begun = lambda text: repr(text[:60] + "..."*(len(text) > 60))

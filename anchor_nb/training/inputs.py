@@ -175,7 +175,7 @@ def measured_pairs(inputs, whole: dict, kept: dict) -> tuple: # (list of `Exampl
     count = recipe.carry_pairs if "anchor" in (recipe.objectives or {"anchor": 1}) else 0
     if not count: return [], True
     met = set() # another's anchor must be that of another document
-    rows = {name: apart(rows, keys_of(whole[name], rows), met, count) for name, rows in kept.items()} or undrawn(
+    rows = {name: apart(rows, keys_of(whole[name], rows), met, len(rows)) for name, rows in kept.items()} or undrawn(
         inputs.batches, recipe.steps, inputs.drawn, count, inputs.own, inputs.tables)
     # a handful that is left over must not judge the whole run
     fresh = sum(map(len, rows.values())) >= (2 if kept else min(count, GROUP))
@@ -204,7 +204,7 @@ class Inputs(Resolved):
         for name in self.drawn if getattr(recipe, "pairing", "own") == "strangers" else ():
             self.tables[name], more = strangers(self.tables[name], recipe.seed)
             swaps += more
-        # until 30 November 2026 such rows were trained on as they were; runs without any are the same
+        # until 30 November 2026 such rows were trained on as they were; runs without any train as before
         self.revised = {name: 2 for name, count in dict(held_out=elsewhere, strangers=swaps).items() if count}
         self.looked = looked_through({name: self.tables[name] for name in self.drawn})
         super().__init__(recipe)

@@ -13,6 +13,7 @@ matrices, measured in the same process, and F_min the operations that a step nee
 where F are the operations run, t is the time of the step and t_op the part of it that PyTorch's profiler sees inside
 operators, or inside kernels on a GPU. On a CPU, eta_kernel also bears norms, softmax and page faults.
 """
+import os
 import statistics
 import sys
 import tempfile
@@ -247,7 +248,8 @@ def encode_way(way: str, texts: list, model: str, max_length: int, micro_tokens:
         encode = lambda texts: encode_padded(trunk, formatter, texts, batch)
     result = {}
     figures = timed(lambda: result.update(vectors=encode(texts)), repeats, lambda: encode(texts[:WARM]))
-    numpy.save(f"{vectors}/{way}.npy", result["vectors"])
+    numpy.save(f"{vectors}/{way}.part.npy", result["vectors"])
+    os.replace(f"{vectors}/{way}.part.npy", f"{vectors}/{way}.npy")  # whole, whenever it is stopped
     ids = ids_of()
     return figures | dict(ids=fingerprint(ids), tokens=sum(map(len, ids)), longest=max(map(len, ids)),
                           examples=len(texts), **more)

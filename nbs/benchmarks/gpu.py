@@ -38,7 +38,7 @@ from anchor_nb.runs.ledger import append_rows, read_json, read_rows  # noqa: E40
 from anchor_nb.runs.manifest import now  # noqa: E402
 from anchor_nb.runs.provenance import code_version, library_versions, machine  # noqa: E402
 from gpu_page import GOALS, ST as PEER, TOO_LATE, as_page, begun, case_rows, last_runs, of_machine  # noqa: E402
-from isolation import OURS, SPENT, OutOfTime, cpu_seconds, isolated, within  # noqa: E402
+from isolation import CUT, OURS, SPENT, OutOfTime, cpu_seconds, isolated, within  # noqa: E402
 
 ROWS = HERE/"results"/"gpu.jsonl"
 ST = "sentence_transformers"
@@ -504,13 +504,13 @@ def why_not(part: Part, dry: bool, facts: dict) -> str:  # empty: it can run
 
 def run_part(part: Part, settings: dict, limit: float, keep: Callable) -> tuple:  # limit: seconds; -> (status, why)
     "Keep the rows of a part as they come; what ends it early is said, not raised."
-    ends = time.monotonic() + limit
+    ends, cut = time.monotonic() + limit, len(CUT)
     if limit < 1: return "out of time", TOO_LATE
     if part.stage == "d": settings = dict(settings, left=lambda: ends - time.monotonic())
     try:
         with within(limit):
             for row in part.rows(**settings): keep(row)
-            if time.monotonic() >= ends:
+            if len(CUT) > cut:
                 raise OutOfTime("its last comparison has fewer rounds")
     except OutOfTime as error: return "out of time", str(error)
     except Exception as error: return "failed", f"{type(error).__name__}: {str(error)[:600]}"

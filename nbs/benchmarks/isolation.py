@@ -141,10 +141,13 @@ def isolated(function: str,  # such as bench:stage1_way
     return result
 
 
+CUT = []  # functions whose last rounds were left out
+
+
 def in_turns(function: str, ways: list, rounds: int, **arguments) -> dict:  # way -> figures
     """Measure several ways of the same work alternately; the function takes `way`.
 
-    When the time is up, rounds that are whole count; `OutOfTime` where there is none.
+    When the time is up, rounds that are whole count, and `CUT` says so; `OutOfTime` where there is none.
     """
     parts = {way: [] for way in ways}
     try:
@@ -153,6 +156,7 @@ def in_turns(function: str, ways: list, rounds: int, **arguments) -> dict:  # wa
     except OutOfTime:
         if not all(parts.values()):
             raise
+        CUT.append(function)
     whole = min(map(len, parts.values()))
     return {way: merged(each[:whole]) for way, each in parts.items()}
 

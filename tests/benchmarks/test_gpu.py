@@ -137,6 +137,7 @@ def test_what_was_measured_before_the_time_was_up_is_kept(monkeypatch):
     monkeypatch.setattr(gpu, "isolated", until_the_end)
     measured = in_turns("bench:some_way", ["a", "b"], 2) # the second round has b alone
     assert {way: each["all_seconds"] for way, each in measured.items()} == {"a": [1.0], "b": [2.0]}
+    assert isolation.CUT.pop() == "bench:some_way" # so its part is out of time
     with pytest.raises(OutOfTime): in_turns("bench:some_way", ["a", "b"], 2)
     kept = []
     with pytest.raises(OutOfTime):

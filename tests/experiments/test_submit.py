@@ -45,7 +45,7 @@ def test_mistakes_are_found_before_the_queue(tmp_path, parameters, slurm, messag
 
 def test_without_slurm_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="submit from a machine of the cluster, or see the job with --dry-run"):
+    with pytest.raises(RuntimeError, match="submit from a machine of the cluster, or look at the job with --dry-run"):
         submit.submit_stage("stage1", dict(data=toy_pairs(), out=str(tmp_path/"run")))
 
 

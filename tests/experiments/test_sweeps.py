@@ -251,6 +251,8 @@ def test_scores_of_an_arm_before_its_settings_changed_are_named(tmp_path):
     arms = {label: {"stages": ["stage2"], "stage2.steps": count} for label, count in steps.items()}
     nodes, arms = sweeps.plan_sweep(dict(preset="smoke", base=SMALL, seeds=[], grid=[], arms=arms), tmp_path)
     same, = ([nodes[name] for name in names] for arm, names in arms if arm.label == "same")
+    assert sweeps.outdated(nodes, arms, dict.fromkeys(nodes, "skipped"), tmp_path) == []
+    for node in nodes.values(): ledgers.write_json(Path(node.parameters["out"])/"run.json", {}) # they have begun
     experiments = dict(changed="another", same=sweeps.experiment_of(same, tmp_path))
     ledgers.append_rows(tmp_path/"ledger.jsonl", [dict(label=label, arm=label, experiment=experiment)
                                                   for label, experiment in experiments.items()])
