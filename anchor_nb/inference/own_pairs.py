@@ -23,7 +23,6 @@ from .words import Words
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #27800388
 SHORT = 4 # words of an answer; ours
-ALIKE = 5 # passages of one text under different titles that count as answers; ours
 
 def countable(text: str) -> str:
     "The text with each character of a script without spaces as a word of two, since BM25 leaves out shorter ones."
@@ -82,20 +81,12 @@ class Answers:
         self.words = self.words or Words(list(map(countable, self.texts)))
         return self.words(countable(text))
 
-    def best(self, query: str, numbers: list) -> list: # of numbers, the first of them first
-        "The passage of several that shares most words with a query, then with a title; with it a few that equal it."
-        scores, words = self.shared(query) if numbers[1:] else Counter(), set(re.findall(r"\w+", plain(query)))
-        fits = lambda number: (scores[number], len(words & self.above[number]))
-        first = max(numbers, key=fits)
-        alike = lambda number: self.texts[number] == self.texts[first] and fits(number) == fits(first)
-        return list(filter(alike, numbers))[:ALIKE]
-
     def find(self, query: str, answer: str) -> list: # of numbers; empty: it is nowhere
         "The passages that an answer names, equals, lies in, or covers."
         for way, numbers in self.candidates(answer):
             if numbers:
                 self.ways[way] += 1
-                return self.best(query, numbers)
+                return best_of(self, query, numbers)
         return []
 
     def candidates(self, answer: str): # -> of (way, numbers), the surest first
@@ -114,6 +105,17 @@ class Answers:
         yield "by name", self.under(below, self.stems)
         runs = word_runs(text)
         yield "by most words", [number for number in likely if seen_part(word_runs(self.texts[number]), runs) >= 0.8]
+
+# %% ../../nbs/inference/07_own_pairs.ipynb #90579b72
+ALIKE = 5 # passages of one text under different titles that count as answers; ours
+
+def best_of(answers: Answers, query: str, numbers: list) -> list: # of numbers
+    "The passage of several that shares most words with a query, then with a title; with it a few that equal it."
+    scores, words = answers.shared(query) if numbers[1:] else Counter(), set(re.findall(r"\w+", plain(query)))
+    fits = lambda number: (scores[number], len(words & answers.above[number]))
+    first = max(numbers, key=fits)
+    alike = lambda number: answers.texts[number] == answers.texts[first] and fits(number) == fits(first)
+    return list(filter(alike, numbers))[:ALIKE]
 
 # %% ../../nbs/inference/07_own_pairs.ipynb #4846e45a
 def match_pairs(rows: list,     # in the common form
